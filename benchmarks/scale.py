@@ -35,13 +35,13 @@ from lockstep.checkpoint import command
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.rank_file import arrange
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import Snapshot
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
@@ -313,17 +313,17 @@ def since(began: tuple[float, float]) -> str:
     return f"{wall:.2f} ({cpu:.2f})"
 
 
-def staged(root: Path, parts: int) -> tuple[Save, Snapshot, Contents]:
+def staged(root: Path, parts: int) -> tuple[Save, Snapshot, RankContents]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
     storage = CheckpointStorage(root)
     claim(storage, "be7c4")
 
     # What rank 0 writes: its row of each tensor.
-    contents = Contents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
+    contents = RankContents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
     snapshot = Snapshot(file_name(0))
     size = snapshot.reserve(contents.shards).file_size
-    save = Save(SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600)), 1, 1, size)
+    save = Save(SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600)), 1, 1, size, {})
 
     (root / save.draft.name).mkdir(parents=True)
     for rank in range(1, parts):

@@ -135,7 +135,7 @@ def test_later_checkpoints_that_cannot_be_set_aside_are_an_error(
         raise OSError("the disk is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "set_aside_after", broken)
+        patch.setattr(checkpoints, "set_aside_later", broken)
         with pytest.raises(UserError, match="the disk is away"):
             trainer.save_checkpoint(tmp_path)
 

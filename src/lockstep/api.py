@@ -36,11 +36,13 @@ from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
+from lockstep.run_folder.checkpoint_facts import latest
+from lockstep.run_folder.checkpoint_names import step_in
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY, WEIGHTS
 from lockstep.run_folder.paths import run_of
 from lockstep.run_folder.resize import ask_for_size
-from lockstep.run_folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, stored
+from lockstep.run_folder.run_dir import choose_run_dir, refuse_another_run, stored
 from lockstep.run_folder.start_from import choose_start
 from lockstep.runtime import attempt_folder, environments
 from lockstep.runtime.environments import current_world
@@ -117,7 +119,7 @@ class RunResult:
         """The trained model, on the CPU."""
         from safetensors.torch import load_model
 
-        from lockstep.checkpoint.state.model_state import frozen_names
+        from lockstep.checkpoint.state.tensor_names import frozen_names
 
         model = self.task.model()
         missing, extra = load_model(model, str(self.run_dir / WEIGHTS), strict=False)
@@ -432,8 +434,8 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
         # The signal follows from the exit code alone, and the step that the run has reached from its checkpoints.
         signal = "SIGINT" if ending.code == ExitCode.INTERRUPTED else "SIGTERM"
         checkpoint = latest(run_dir / CHECKPOINTS)
-        step = latest_step(run_dir / CHECKPOINTS) or 0
-        raise Preempted(step, signal, str(checkpoint) if checkpoint else None)
+        step = step_in(checkpoint.name) if checkpoint else None
+        raise Preempted(step or 0, signal, str(checkpoint) if checkpoint else None)
 
 
 # ---- lockstep.start() ----

@@ -22,7 +22,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 from faults.torture import digests  # noqa: E402
 from lockstep.launch import election  # noqa: E402
-from lockstep.run_folder.run_dir import latest_step  # noqa: E402
+from lockstep.run_folder.checkpoint_facts import latest_step  # noqa: E402
 
 # On a busy machine the undisturbed run alone takes minutes.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

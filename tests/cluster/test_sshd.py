@@ -16,7 +16,7 @@ from cluster.hosts import gone
 from cluster.jobs import exact
 from cluster.test_two_hosts import SLOW, SOON_S, rank_pids
 from faults.torture import digests
-from lockstep.run_folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_facts import latest_step
 from ports import free_port
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")

@@ -19,7 +19,7 @@ from faults.runs import read_events
 from faults.torture import digests
 from lockstep.clusters.tether import SILENCE_S
 from lockstep.faults import Fault
-from lockstep.run_folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_facts import latest_step
 from ports import free_port
 
 # Hosts end at once when their login is lost. By themselves they would do so as well, but later.

@@ -16,7 +16,7 @@ from faults.runs import TINY, Started, read_events, train
 from faults.torture import digests
 from lockstep.faults import Fault
 from lockstep.launch import election
-from lockstep.run_folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_facts import latest_step
 from ports import free_port
 
 # A rank that notes how many there are, and trains until the test has seen enough.

@@ -111,7 +111,7 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
     """Of every tensor of the newest checkpoint, or of the one of a step, however it was cut."""
     import hashlib
 
-    from lockstep.checkpoint.search import newest_valid
+    from lockstep.checkpoint.loading.search import newest_valid
     from lockstep.checkpoint.storage.folder import CheckpointStorage
     from lockstep.run_folder.checkpoint_names import folder_name
 

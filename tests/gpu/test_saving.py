@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.search import newest_valid
+from lockstep.checkpoint.loading.search import newest_valid
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.observe.sinks import read_jsonl
 

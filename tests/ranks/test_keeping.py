@@ -25,7 +25,7 @@ from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.observe.sinks import read_jsonl
-from lockstep.run_folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.runtime import context
 from lockstep.runtime.environments.launcher import ATTEMPT
 from lockstep.runtime.world import World

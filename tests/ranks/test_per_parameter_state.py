@@ -161,6 +161,59 @@ def test_a_run_may_begin_to_keep_it_and_cease(pool: Pool, tmp_path: Path) -> Non
     assert lines[2].endswith("changed since: swa: in the checkpoint, but not in use here")
 
 
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """A part of it fitted into a smaller one, and was restored without a word."""
+
+    class Counts:
+        def __init__(self, size: int):
+            self.parameter_tensors = {"weight": torch.ones(size)}
+
+        def restart(self, names: Collection[str]) -> None: ...
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def train(size: int) -> None:
+        with lockstep.start(run_dir=tmp_path, resume="auto", steps=2, global_batch=2, log={"progress": "off"}) as run:
+            net = nn.Linear(2, 1)
+            model, _ = run.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            run.register("counts", Counts(size))
+            for step in run.steps(torch.ones(8, 2)):
+                for batch in step:
+                    step.backward(model(batch).sum(), weight=len(batch))
+                step.apply()
+
+    train(10)
+    with pytest.raises(UserError, match=r"'counts.weight' has shape \(10,\) in the checkpoint and \(5,\) in this run"):
+        train(5)
+
+
+def on_one_rank(world: Any, store: Any, values: dict[str, Any], rank: int) -> None:
+    """A job whose rank `rank` alone registers something."""
+    resolved = configured(BASE | values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        builder, task = open_run(resolved, runtime, "test"), Ragged()
+        own, plain = OwnRun(builder), task.model()
+        own.setup(plain, task.optimizer(plain))
+        if world.rank == rank:
+            own.register("swa", MeanWeights(plain))
+        try:
+            next(iter(own.steps(task.data())))
+        except BaseException as error:
+            builder.fail(error)
+            raise
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_alone_registers_is_refused(pool: Pool, tmp_path: Path, rank: int) -> None:
+    """The first save failed with a KeyError, or left the state out."""
+    for error in pool.errors(on_one_rank, {"run_dir": str(tmp_path)}, rank, world=2):
+        assert isinstance(error, UserError)
+        assert error.problem == f"'swa' is saved with the run by rank {rank}, but not by rank {1 - rank}"
+
+
 def test_its_tensors_do_not_take_the_names_of_others(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     with lockstep.start(global_batch=4, steps=1, run_dir=tmp_path / "run") as run:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.resume import Resumed
+from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
@@ -174,7 +174,7 @@ def test_any_world_goes_on_from_any_other(pool: Pool, saved: Any, tmp_path: Path
     assert [part.left_at for part in left] == [8] * before
     for part in parts:
         assert part.resumed is not None
-        assert (part.resumed.steps_done, part.resumed.world_size) == (8, before)
+        assert (part.resumed.step, part.resumed.world_size) == (8, before)
         assert_same_bits(part.began_with, left[0].ended_with)
     assert ids_by_step(left) + ids_by_step(parts) == windows(LENGTH, BATCH, "short", 14)
 
@@ -264,7 +264,7 @@ def test_a_run_that_had_only_to_end_knows_its_loss(pool: Pool, tmp_path: Path) -
     """Killed after its last step, in show() say."""
     values = {"run_dir": str(tmp_path), "steps": 4, "log.every": 2, "checkpoint.at_end": True}
     first, again = (pool.run(train_part, Averaged(), values, world=2) for _ in range(2))
-    assert [part.resumed.steps_done for part in again] == [4, 4]
+    assert [part.resumed.step for part in again] == [4, 4]
     assert first[0].trace.summary["loss"] is not None
     assert [part.trace.summary["loss"] for part in again] == [first[0].trace.summary["loss"]] * 2
 
@@ -274,7 +274,7 @@ def test_going_back_to_an_older_checkpoint_undoes_what_came_after(pool: Pool, tm
     pool.run(train_part, Averaged(), values, world=1)
     older = {**values, "resume": str(tmp_path / "checkpoints" / "step-00000004"), "steps": 6}
     (part,) = pool.run(train_part, Averaged(), older, world=1)
-    assert part.resumed.steps_done == 4
+    assert part.resumed.step == 4
     names = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
     assert names == {"step-00000004", "step-00000008.rewound", "step-00000012.rewound"}
 
@@ -282,7 +282,7 @@ def test_going_back_to_an_older_checkpoint_undoes_what_came_after(pool: Pool, tm
 def test_a_run_may_begin_from_another_runs_checkpoint(pool: Pool, saved: Any, tmp_path: Path) -> None:
     values = {"run_dir": str(tmp_path / "new"), "resume": str(saved[3][0]), "steps": 10}
     parts = pool.run(train_part, Averaged(), values, world=2)
-    assert parts[0].resumed.steps_done == 8
+    assert parts[0].resumed.step == 8
     assert_same_bits(parts[1].began_with, saved[3][1][0].ended_with)
     assert not list(saved[3][0].glob("checkpoints/*.rewound"))
 
@@ -371,7 +371,7 @@ class WithExtraState(Averaged):
 def test_modules_and_tasks_with_state_of_any_kind(pool: Pool, tmp_path: Path) -> None:
     pool.run(train_part, WithExtraState(), {"run_dir": str(tmp_path)}, 3, world=1)
     (part,) = pool.run(train_part, WithExtraState(), {"run_dir": str(tmp_path)}, world=1)
-    assert part.resumed.steps_done == 3
+    assert part.resumed.step == 3
 
 
 class MoreOnRank1(Averaged):
@@ -389,7 +389,7 @@ def test_a_task_with_more_state_on_another_rank_is_saved_as_rank_0_has_it(
     values = {"run_dir": str(tmp_path), "strategy": strategy}
     pool.run(train_part, MoreOnRank1(), values, 3, world=2)
     parts = pool.run(train_part, MoreOnRank1(), values, 6, world=2)
-    assert [part.resumed.steps_done for part in parts] == [3, 3]
+    assert [part.resumed.step for part in parts] == [3, 3]
     reasons = [event["reason"] for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "warning"]
     assert "the state of 'task' differs between the ranks: rank 0's is saved" in reasons
 
@@ -399,7 +399,7 @@ def test_frozen_parts_may_be_left_out(pool: Pool, tmp_path: Path) -> None:
     (part,) = pool.run(train_part, Averaged(), values, 3, world=1)
     assert not any(name.startswith("model.frozen") for name in part.ended_with)
     parts = pool.run(train_part, Averaged(), values, 6, world=2)
-    assert parts[0].resumed.steps_done == 3
+    assert parts[0].resumed.step == 3
     assert_user_errors(pool.errors(train_part, OtherFrozen(), values, world=1), "frozen", "digest")
 
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.loading.search import newest_valid
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import shards_to_write
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine import loop
 from lockstep.engine.end import full_state
@@ -343,7 +343,7 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
     storage = CheckpointStorage(tmp_path)
     claim(storage, "token")
     team = [Saver(SaveContext(storage, rank, 2, "token", CheckpointConfig())) for rank in range(2)]
-    save, _ = [saver.start(1, Contents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
+    save, _ = [saver.start(1, RankContents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
     save.wait()
     assert isinstance(save.outcome, Committed), save.outcome
     reader = newest_valid(storage, 0, 1, lambda value: [value])

@@ -62,7 +62,7 @@ def train(world: World, store: Any, run_dir: str, steps: int, more: dict[str, An
         run = builder.run
         assert run is not None
         state = {name: found.tensor.clone() for name, found in run.checkpoints.state.capture().tensors.items()}
-        return Ended(state, run.resumed.steps_done if run.resumed else None)
+        return Ended(state, run.resumed.step if run.resumed else None)
 
 
 @pytest.fixture(scope="module")

@@ -6,21 +6,25 @@
     step-00000040/manifest.json                the position of each tensor, the size and digest of each file
     step-00000040/metrics.json                 the metrics of the step, if it was evaluated
     step-00000050.tmp-TOKEN-NUMBER             one that is being written; the next start deletes what a kill leaves
-    step-00000060.rewound                      set aside: the run went back to an earlier step
+    step-00000060.rewound                      set aside: the run rewound, or went back, to an earlier step
     step-00000060.damaged                      set aside: its bytes have changed
-    step-00000070.replaced                     one whose step is saved again; a start deletes it, or puts it back
+    step-00000070.replaced                     one whose step a classic trainer saves again, until that is committed
     latest                                     the name of the newest checkpoint, for people and their scripts
     owner                                      the token of the attempt that may commit
 
-Only `lockstep ckpt prune --set-aside` deletes what was set aside.
+Only `lockstep ckpt prune --set-aside` deletes what was set aside. A run *rewinds* while it trains, and *goes back* at a
+start (`--resume step-N`); later checkpoints of the same run are set aside as `.rewound` in both cases.
+
 In torch's words (`torch.distributed.checkpoint`), a piece is what a ChunkStorageMetadata describes, and the manifest is
 the Metadata.
 
-`manager` is what a run sees of all this; it also says when to save. `resume` loads the checkpoint that `search` finds,
-and `state` captures and restores the state of a run; `init_from` starts a run from other weights. The other modules do
-not depend on models: those in `saving` write, `verify` compares bytes with digests, `reader` reads tensors, `metrics`
-has results of evaluations, by which `retention` keeps the best, `choose` finds the checkpoint that a path means,
-`export` reads its weights for other programs, and `command` is `lockstep ckpt`. `rank_file` lays out and reads a rank's
-file; `manifest` encodes `manifest.json`, and `manifest_reader` reads it. All go through `storage.CheckpointStorage`,
-never to the disk itself.
+`manager` is what a run sees of all this; it also says when to save. `state` captures and restores the state of a run.
+`saving` writes it, `loading` finds the newest valid checkpoint and loads it, and `init_from` starts a run from other
+weights.
+
+The other modules do not depend on models. `verify` compares bytes with digests, and `reader` reads tensors. `metrics`
+has the results of evaluations, by which `retention` keeps the best. `choose` finds the checkpoint that a path means,
+`export` reads its weights for other programs, and `command` is `lockstep ckpt`. `rank_file` lays out and reads the file
+of a rank. `manifest` encodes `manifest.json`, and `manifest_reader` reads it. All go through
+`storage.CheckpointStorage`, never to the disk itself.
 """

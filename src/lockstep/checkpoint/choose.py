@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: the one at this path, or of a run its newest, its best, or that of a step.
+"""Choose the checkpoint that a path means: the one at this path; of a run its newest, its best, or that of a step.
 
 All commands ask here, and torch is not imported. What the path itself means is in `run_folder/paths.py`.
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import best_checkpoint, saved_rules
+from lockstep.checkpoint.retention import best_checkpoint, saved_retention
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.run_folder.paths import read_path
 
 
 def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
-    """Return where the checkpoints are that `path` means, and the name of the one that it means; None: it is a run."""
+    """Return the storage that `path` names, and the name of the checkpoint; the name is None if `path` is a run."""
     meant = read_path(path)
     return CheckpointStorage(meant.checkpoints), meant.name
 
@@ -102,9 +102,9 @@ def _best(path: Path, storage: CheckpointStorage) -> Checkpoint:
 
 
 def retention_of(checkpoints: Sequence[Checkpoint]) -> CheckpointConfig:
-    """Return the rules of a run, as the settings in its newest checkpoint with a valid manifest say."""
+    """Return which checkpoints a run keeps, by the settings in its newest checkpoint with a valid manifest."""
     for checkpoint in checkpoints:
         with suppress(InvalidCheckpoint):
-            return saved_rules(read_manifest(checkpoint).settings)
+            return saved_retention(read_manifest(checkpoint).settings)
 
     return CheckpointConfig()

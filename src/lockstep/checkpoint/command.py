@@ -21,7 +21,7 @@ from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
+from lockstep.checkpoint.storage.transitions import committed, delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.observe.formats import columns
@@ -118,7 +118,7 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
 
 
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
-    """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other rules.
+    """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other settings.
 
     Invalid ones do not count and are not deleted. With `set_aside`, also delete those that were set aside. The exit
     code is 1 if one could not be deleted; the next call tries again.
@@ -137,13 +137,13 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
             continue
 
         if problems:
-            lines.append(f"{checkpoint.name} {problems[0].verdict} and stays: lockstep ckpt verify {path}")
+            lines.append(f"{checkpoint.name} {problems[0].predicate} and stays: lockstep ckpt verify {path}")
         else:
             metrics[checkpoint.step] = found
 
-    # The rules of the run, with another number of the newest.
-    rules = retention_of(checkpoints).model_copy(update={"keep": keep})
-    names = [folder_name(step) for step in steps_to_delete(metrics, rules)]
+    # The settings of the run, with another number of the newest.
+    config = retention_of(checkpoints).model_copy(update={"keep": keep})
+    names = [folder_name(step) for step in steps_to_delete(metrics, config)]
     if set_aside:
         names += sorted(filter(is_set_aside, storage.folders()))
 

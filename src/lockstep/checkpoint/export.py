@@ -19,7 +19,7 @@ from lockstep.run_folder.names import AVERAGED_WEIGHTS, WEIGHTS
 class Weights(NamedTuple):
     """The weights in a checkpoint."""
 
-    tensors: dict[str, Any]  # tied ones once
+    tensors: dict[str, Any]  # a tied tensor is in here once
     aliases: dict[str, str]  # of tied tensors: {other name: name in `tensors`}
     frozen_digests: dict[str, str]  # of the frozen parameters that the checkpoint leaves out (checkpoint.frozen=false)
 
@@ -82,7 +82,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
         with reader.keeping_open():
             for saved_name, name in weights.items():
                 # If a tensor is tied to a tensor outside the model, it is written itself.
-                first = weights.get(reader.original(saved_name), name)
+                first = weights.get(reader.stored_name(saved_name), name)
                 if first != name:
                     aliases[name] = first
                 else:
@@ -92,7 +92,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
             raise deleted(checkpoint) from None
 
         raise UserError(
-            f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
+            f"the checkpoint {checkpoint.path} {problem.predicate} and cannot be exported",
             str(problem),
             "choose another checkpoint: lockstep ckpt ls RUN",
         ) from None

@@ -1,35 +1,36 @@
 """The checkpoint manager: one object for everything that a run does with its checkpoints.
 
     resume                               before the first step
-    ensure_rewind_checkpoint             before the first step: a policy that rewinds needs a checkpoint of the start
+    rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as the others
     pending.poll                         after each step: did the save in flight fail on this rank?
     save_due, due_by_clock               after each step: is a save due?
     pending.add_metrics, is_new_best     after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
-    rewind                               when a step was not applied and the policy is rewind
+    rewinder.rewind                      when a step was not applied and the policy is rewind
     pending.settle                       at the end, and before the next save or a rewind
     best, last_location, pending.close   after that
 
-`RunState.contents` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
-these methods at the same step. `pending` is the save in flight (`PendingSave`).
+`RunState.contents_of_rank` collects what a rank writes, `saving` writes it, and `loading` finds and loads a checkpoint.
+All ranks call these methods at the same step. `pending` is the save in flight (`PendingSave`), and `rewinder` takes the
+run back during training (`Rewinder`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from rich.filesize import decimal as size_text
 
 import lockstep
+from lockstep.checkpoint.loading.resume import Resumed, Resumer
+from lockstep.checkpoint.loading.rewind import Rewinder
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -38,16 +39,15 @@ from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
-from lockstep.checkpoint.storage.rules import claim, delete_leftovers, update_latest
+from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
-from lockstep.task import BatchSource, StepResult
 
 
 class CheckpointManager:
@@ -65,7 +65,7 @@ class CheckpointManager:
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `update`: it must wait until a save has copied the optimizers' state. `fixed_settings`: see `Task`.
+        `update` waits, in the next step, until a save has copied the optimizers' state. `fixed_settings`: see `Task`.
         """
         # The objects of the run.
         self.folder = folder
@@ -76,47 +76,53 @@ class CheckpointManager:
         self.update = update
 
         # The objects that this manager is made of, each with one job.
-        settings = config.checkpoint
-        self.storage = storage = CheckpointStorage.of_run(folder.path, settings.store)
+        checkpoint_config = config.checkpoint
+        self.storage = storage = CheckpointStorage.of_run(folder.path, checkpoint_config.store)
         self._context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
             world_size=runtime.world.size,
             token=folder.token,
-            settings=settings,
+            checkpoint_config=checkpoint_config,
             on_commit=folder.end_going_back,
         )
-        self._saver = Saver(self._context, settings.asynchronous)
+        self._saver = Saver(self._context, checkpoint_config.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
         self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
+        self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, self._load, log_event)
 
-        # When a checkpoint was last saved or loaded, or else the run began.
+        # When a checkpoint was last saved or loaded; before that, when the run began.
         self._last_time = time.monotonic()
-
-        # How many times the run has returned to each of its checkpoints, by step.
-        self._rewinds: Counter[int] = Counter()
 
     # ---- resuming ----
 
     def resume(self) -> Resumed | None:
         """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
 
-        Collective. Raise a UserError if the store of the checkpoints keeps nothing, if the settings ask for checkpoints
-        and there is no room for one, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
+        Collective. Raise a UserError if the ranks do not save the same objects, if the store of the checkpoints keeps
+        nothing, if the settings ask for checkpoints and there is no room for one, or if the storage cannot be read or
+        written for `checkpoint.timeout` seconds.
         """
-        settings = self.config.checkpoint
-        problem = f"the checkpoints in {self.storage.root} cannot be claimed"
-        retry_on_rank0(self.runtime, settings.timeout, self._claim, problem)
+        # Before anything is changed, and not at the first save, which may come hours later.
+        self.state.check_same_names(self.runtime)
 
-        # Any run may save on request.
+        problem = f"the checkpoints in {self.storage.root} cannot be claimed"
+        retry_on_rank0(self.runtime, self.config.checkpoint.timeout, self._claim, problem)
+
+        # Any run may save on request, so this is checked in all of them.
         self._check_store()
 
-        # One that may never save does not need the room.
-        if settings.every or settings.minutes or settings.at_end or settings.best or self._rewind_policy():
+        # A run that may never save does not need the room.
+        if self._saves_unasked():
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
+
+    def _saves_unasked(self) -> bool:
+        """Return whether the settings ask for checkpoints, besides those that somebody requests."""
+        config = self.config.checkpoint
+        return bool(config.every or config.minutes or config.at_end or config.best or self.rewinder.policy)
 
     def _check_store(self) -> None:
         """Raise an error if the store for tensors cannot keep anything: every save would fail. Collective."""
@@ -131,7 +137,7 @@ class CheckpointManager:
             raise UserError(problem, missing, fix)
 
     def _try_store(self) -> str | None:
-        """Try the store on rank 0. Return why waiting for it would be in vain, or None. Raises other OSErrors."""
+        """Try the store on rank 0. Return an error that waiting cannot mend, or None. Raises other OSErrors."""
         try:
             self.storage.try_store()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -145,7 +151,7 @@ class CheckpointManager:
         sizes = self.state.bytes_at_start()
 
         # All ranks use rank 0's numbers, so that either all of them raise or none does.
-        problem = f"the room in {self.storage.location} cannot be measured"
+        problem = f"the free space in {self.storage.location} cannot be determined"
         free, known, estimate = retry_on_rank0(
             self.runtime, self.config.checkpoint.timeout, lambda: [self.storage.free_bytes(), *sizes], problem
         )
@@ -172,8 +178,8 @@ class CheckpointManager:
         """Load a checkpoint, and note what follows from it for later saves. Collective."""
         resumed = self._resumer.load(reader)
 
-        # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        self.pending.last_committed = resumed.steps_done if resumed.is_own else None
+        # If it belongs to another run, a later attempt must load it again, until this run has saved a checkpoint.
+        self.pending.last_committed = resumed.step if resumed.is_own else None
         self._last_time = time.monotonic()
 
         if self.runtime.is_main and resumed.is_own:
@@ -184,111 +190,28 @@ class CheckpointManager:
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
 
-        Raises OSError. If it is called again after that, it does the rest.
+        After an OSError it may be called again.
         """
         claim(self.storage, self.folder.token)
 
         # Free the space of what killed attempts left behind.
         delete_leftovers(self.storage, self.folder.token)
 
-        # A kill after a commit may have left it behind.
+        # It names an older one if rank 0 was killed right after a commit.
         update_latest(self.storage)
-
-    # ---- rewinding ----
-
-    def ensure_rewind_checkpoint(self, save: Callable[[], None]) -> None:
-        """If a policy is rewind and there is no checkpoint to go back to, call `save`. Collective."""
-        policy = self._rewind_policy()
-        if policy is None:
-            return
-
-        self._check_can_skip(policy)
-        if self.pending.last_committed is not None:
-            return
-
-        # The run goes back to this checkpoint if a step before the next save is not applied.
-        save()
-        if self.pending.settle():
-            raise UserError(
-                f"{policy}=rewind needs a checkpoint of the start, which could not be written",
-                "",
-                f"make room on the disk, or set {policy}=skip",
-            )
-
-    def _rewind_policy(self) -> str | None:
-        """Return the key of a policy that is rewind; None if there is none."""
-        policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
-        return next((key for key, value in policies.items() if value == "rewind"), None)
-
-    def _check_can_skip(self, policy: str) -> None:
-        """Raise if the data source cannot leave out the samples of a step, as `policy`=rewind requires."""
-        source = type(self.state.source)
-        if source.skip is BatchSource.skip:
-            raise UserError(
-                f"{policy}=rewind cannot be used with this data, which cannot skip samples",
-                f"the data is read by a {source.__name__}, which has no method skip",
-                f"set {policy}=skip, or {policy}=stop",
-            )
-
-    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint. From now on skip the samples of the step that was not applied. Collective.
-
-        `span`: their positions in the order of the data, as (start, stop).
-        """
-        # The save in flight may become the last checkpoint.
-        self.pending.settle()
-
-        reader = self._resumer.find_newest()
-        if reader is None:
-            raise UserError(
-                f"step {result.step + 1} was not applied, and the run cannot rewind: it has no checkpoint",
-                result.skip_reason or "",
-                "make room on the disk, or choose the policy skip or stop",
-            )
-
-        self._count_rewind(result, reader.manifest.step)
-
-        # `_load` resets the source, but samples that were skipped since the checkpoint must stay skipped.
-        source = self.state.source
-        assert span is not None
-        skipped_spans = [*source.skipped_spans, span]
-
-        resumed = self._load(reader)
-        for skipped_span in skipped_spans:
-            source.skip(skipped_span)
-
-        start, stop = span
-        skipped = f"{plural(stop - start, 'sample')} at positions {start} to {stop - 1}"
-        self.log_event(
-            "rewind", step=result.step + 1, to=resumed.steps_done, reason=result.skip_reason, skipped=skipped
-        )
-        return resumed
-
-    def _count_rewind(self, result: StepResult, to: int) -> None:
-        """Count a rewind to the checkpoint of step `to`, and raise if there were too many without a new one."""
-        # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
-        self._rewinds[to] += 1
-        limit = self.config.nonfinite.max_in_a_row
-        if self._rewinds[to] > limit:
-            raise UserError(
-                f"step {result.step + 1} was not applied, and the run has rewound {limit} times without a new "
-                f"checkpoint (nonfinite.max_in_a_row={limit})",
-                result.skip_reason or "",
-                "lower lr.peak, set clip.norm, or look at the samples that the events name",
-            )
 
     # ---- is a save due? ----
 
-    def save_due(self, steps_done: int, requested: bool) -> bool:
-        """Whether to save now: a rank `requested` it, or `steps_done` is a multiple of `checkpoint.every`. Local.
+    def save_due(self, step: int, requested: bool) -> bool:
+        """Return whether to save the state after `step` steps: it is `requested`, or due by `checkpoint.every`. Local.
 
         The same state is not saved twice, unless its first save was aborted.
         """
-        if self.pending.has_step(steps_done):
+        if self.pending.has_step(step):
             return False
 
         every = self.config.checkpoint.every
-        return requested or (every is not None and steps_done % every == 0)
+        return requested or (every is not None and step % every == 0)
 
     def due_by_clock(self) -> bool:
         """Whether rank 0 requests a save: after `checkpoint.minutes`, or because the last save failed. Local."""
@@ -334,22 +257,22 @@ class CheckpointManager:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
         self._saver.prepare(self.state.shards_of(self.state.capture_tensors().tensors, self.runtime))
 
-    def save(self, steps_done: int, plan: Plan, metrics: dict[str, float]) -> None:
-        """Copy the state after `steps_done` steps, and write it in the background while training continues. Collective.
+    def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
+        """Copy the state after `step` steps, and write it in the background while training continues. Collective.
 
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Python's and numpy's generators get a
         new seed (`reseed_at`).
         """
         self.pending.settle()
-        with self.runtime.heartbeat.visit("snapshot", steps_done):
-            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan))
-            save = self.pending.start(steps_done, contents, metrics)
+        with self.runtime.heartbeat.visit("snapshot", step):
+            contents = self.state.contents_of_rank(self.runtime, self.log_event, self._run_values(plan))
+            save = self.pending.start(step, contents, metrics)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
 
         self._last_time = time.monotonic()
-        reseed_at(self.config.seed, steps_done)
+        reseed_at(self.config.seed, step)
 
     def _run_values(self, plan: Plan) -> dict[str, Any]:
         """Return what the manifest says about the run besides its state: settings, plan, versions."""

@@ -3,7 +3,7 @@
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
     config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
-    loop.NAME                         the state of an object of the loop (`RunState.loop_state`)
+    loop.NAME                         the state of an object of the loop (`LoopState.state_dict`)
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
@@ -12,8 +12,7 @@
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
 
 A run that resumes reads them in `Resumer.load` and `RunState.restore`; the properties of `Manifest` give single values
-to everybody else. `manifest_reader` reads and checks a manifest. This module does not
-import torch.
+to other callers. `manifest_reader` reads and checks a manifest. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -85,43 +84,42 @@ class InvalidCheckpoint(Exception):
     file: str
     why: str
 
-    # The problem in a table, and in a sentence that begins with the name of the checkpoint.
-    label: ClassVar[str]
-    verdict: ClassVar[str]
+    label: ClassVar[str]  # the problem in a table
+    predicate: ClassVar[str]  # and in a sentence, whose subject is the checkpoint
 
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
 
     @property
     def sentence(self) -> str:
-        return f"checkpoint {self.checkpoint.name} {self.verdict}: {self.file}: {self.why}"
+        return f"checkpoint {self.checkpoint.name} {self.predicate}: {self.file}: {self.why}"
 
 
 class Damaged(InvalidCheckpoint):
     """The bytes are not those that were written."""
 
     label = "damaged"
-    verdict = "is damaged"
+    predicate = "is damaged"
 
 
 class Unreadable(InvalidCheckpoint):
-    """A file cannot be read now, but it may be whole: permission is denied, for example, or a file server is down."""
+    """A file cannot be read now, but it may be intact: permission is denied, for example, or a file server is down."""
 
     label = "unreadable"
-    verdict = "cannot be read"
+    predicate = "cannot be read"
 
 
 class Forbidden(Unreadable):
-    """This user must not read a file, which does not change by itself: waiting does not help."""
+    """This user has no permission to read a file. Waiting does not help."""
 
     label = "forbidden"
 
 
 class WrongFormat(InvalidCheckpoint):
-    """The checkpoint may be whole, but this version cannot read it."""
+    """The checkpoint may be intact, but this version cannot read it."""
 
     label = "wrong format"
-    verdict = "was written by another version of Lockstep"
+    predicate = "was written by another version of Lockstep"
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class Manifest:
     # Everything else that was saved, as `encoding.pack` encodes it.
     values: dict[str, Any] = field(default_factory=dict)
 
-    # Of all fields above, if the manifest was read: ranks compare it. In the file, it is next to the content.
+    # The digest of all fields above, by which ranks compare their manifests. It is set when a manifest is read.
     digest: str = field(default="", compare=False)
 
     @property
@@ -207,7 +205,7 @@ class Manifest:
         return found if isinstance(found, dict) else {}
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the contents of `manifest.json`, which include a digest of the rest."""
     content = {
         **vars(manifest),
@@ -225,7 +223,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return the entries of tensors as JSON can hold them."""
-    # Not `dataclasses.asdict`, which copies every number and takes longer than the rest of `encode`.
+    # Not `dataclasses.asdict`, which copies every number and takes longer than the rest of `encode_manifest`.
     return {
         name: {
             "dtype": entry.dtype,

@@ -76,7 +76,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     with open_file(checkpoint, MANIFEST) as stream:
         data = stream.read(_MAX_MANIFEST_BYTES + 1)
 
-    manifest = decode(data, checkpoint)
+    manifest = decode_manifest(data, checkpoint)
 
     # A copy under the name of a later step would be taken for the newest checkpoint. A copy under a name that is not
     # the name of a step does no harm.
@@ -87,7 +87,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
+def decode_manifest(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """Parse `data`, the contents of `manifest.json`. Raise WrongFormat, or Damaged if they are invalid in any way."""
     if len(data) > _MAX_MANIFEST_BYTES:
         raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
@@ -218,7 +218,7 @@ def _manifest(content: Any, digest: str) -> Manifest:
 
 
 def check_floats(value: Any) -> None:
-    """Check the numbers in `values` that strict JSON lacks. Only the objects that have saved the rest know it."""
+    """Check the numbers in `values` that strict JSON lacks. Only the objects that saved the rest can check that."""
     match value:
         case {"$float": text}:
             require(isinstance(text, str) and text in FLOATS, f"$float = {str(text)[:40]!r} is not a number")

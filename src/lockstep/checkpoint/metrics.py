@@ -1,8 +1,8 @@
 """The metrics of checkpoints, by which `checkpoint.best` compares them.
 
 They are in a small file beside the manifest, `metrics.json`: an evaluation may come after the save, and a run saves no
-step twice only to add its results. The file is replaced in one piece, and holds its own digest. If there is none, no
-evaluation was of this step. This module does not import torch.
+step twice only to add its results. The file is replaced in one piece, and holds its own digest. A step without it was
+not evaluated. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.checkpoint.manifest_reader import (
 )
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.run_folder.checkpoint_names import METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.
@@ -113,13 +113,13 @@ class CheckpointMetrics:
             self._by_step = {step: known for step, known in self._by_step.items() if step in checkpoints}
 
             for step in checkpoints.keys() - self._by_step.keys():
-                self._by_step[step] = _read_or_none(checkpoints[step])
+                self._by_step[step] = _read_or_empty(checkpoints[step])
 
             return dict(self._by_step)
 
 
-def _read_or_none(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint, {} if the file is damaged: its age decides whether it is deleted."""
+def _read_or_empty(checkpoint: Checkpoint) -> Mapping[str, float]:
+    """Return the metrics of a checkpoint; {} if the file is damaged: then only its age decides whether it is kept."""
     try:
         return read_metrics(checkpoint)
     except Unreadable as problem:

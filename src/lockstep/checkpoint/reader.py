@@ -1,4 +1,4 @@
-"""Reads the tensors of one checkpoint, however they were sharded when saved."""
+"""Read the tensors of one checkpoint, however they were sharded when saved."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CheckpointReader:
     def dtype(self, name: str) -> torch.dtype:
         return _torch_dtype(self._entry(name).dtype)
 
-    def original(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return the name under which a tensor is stored. Tied weights are stored under the first of their names."""
         return self.manifest.aliases.get(name, name)
 
@@ -69,7 +69,7 @@ class CheckpointReader:
 
         Raise InvalidCheckpoint if a file has changed or can no longer be read.
         """
-        name = self.original(name)
+        name = self.stored_name(name)
         entry = self._entry(name)
 
         ends = [start + length for start, length in zip(offset, shape, strict=True)]
@@ -178,7 +178,7 @@ class CheckpointReader:
     def _entry(self, name: str) -> TensorEntry:
         """Return the entry of a tensor, under any of its names. Raises KeyError."""
         try:
-            return self.manifest.tensors[self.original(name)]
+            return self.manifest.tensors[self.stored_name(name)]
         except KeyError:
             raise KeyError(f"the checkpoint {self.checkpoint.name} has no tensor {name!r}") from None
 

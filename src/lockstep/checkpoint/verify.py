@@ -1,4 +1,4 @@
-"""Verifies the files of a checkpoint: their sizes, their digests, and the pieces that the manifest expects in them.
+"""Verify the files of a checkpoint: their sizes, their digests, and the pieces that the manifest expects in them.
 
 This module does not import torch.
 """
@@ -29,10 +29,10 @@ def verify_checkpoint(
     except InvalidCheckpoint as problem:
         return None, [problem]
 
-    return manifest, find_problems(checkpoint, manifest, manifest.files[rank::world_size], beat)
+    return manifest, verify_files(checkpoint, manifest, manifest.files[rank::world_size], beat)
 
 
-def find_problems(
+def verify_files(
     checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File], beat: Callable[[], None] = lambda: None
 ) -> list[InvalidCheckpoint]:
     """Return the problems with `files`: no access, a wrong size, a wrong digest, or a missing piece."""

@@ -19,15 +19,21 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.loading.search import newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim, delete_leftovers, owner_of, put_back_replaced, set_aside_after
+from lockstep.checkpoint.storage.transitions import (
+    claim,
+    delete_leftovers,
+    owner_of,
+    put_back_replaced,
+    set_aside_later,
+)
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
@@ -165,7 +171,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     # Later checkpoints are of a training that this one has left, by a load or a new start. They must neither be loaded
     # in place of this one nor count among the newest three, which stay.
     def set_later_aside() -> None:
-        set_aside_after(storage, step)
+        set_aside_later(storage, step)
 
     context = SaveContext(storage, 0, 1, token, CheckpointConfig(keep=3), set_later_aside)
 
@@ -174,7 +180,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
     saver = Saver(context, asynchronous=False)
     values = {"state": captured.json_state, "world": world_size}
-    save = saver.start(step, Contents(shards, captured.aliases, values))
+    save = saver.start(step, RankContents(shards, captured.aliases, values))
     saver.close()
     if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.export import Weights, read_weights
 from lockstep.checkpoint.state.digests import digest
-from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
+from lockstep.checkpoint.state.tensor_names import aliases_in, frozen_names, is_extra
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
 from lockstep.errors import Preempted, UserError
@@ -106,7 +106,7 @@ def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[st
     # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
     left_out = set() if frozen else frozen_names(driver.model)
     state = {name: value for name, value in driver.model.state_dict().items() if name not in left_out}
-    aliases = tied_names(state)
+    aliases = aliases_in(state)
     tensors = {}
 
     for name, value in state.items():

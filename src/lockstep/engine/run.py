@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
@@ -281,7 +281,7 @@ class Run:
         if save_due or steps_done % self.config.checks.every == 0:
             self.check_replicas()
 
-        steps_at_start = self.resumed.steps_done if self.resumed else 0
+        steps_at_start = self.resumed.step if self.resumed else 0
         if save_due:
             self._save_now()
         elif steps_done == steps_at_start + 1:
@@ -293,7 +293,7 @@ class Run:
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcomes.rewind_after = None
-        self.checkpoints.rewind(skipped.result, skipped.span)
+        self.checkpoints.rewinder.rewind(skipped.result, skipped.span)
         self.stepper.interval.restart_clock()
 
     def check_replicas(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import api, targets
 from lockstep.checkpoint.choose import choose, no_choice
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError

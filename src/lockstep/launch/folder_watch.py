@@ -12,10 +12,10 @@ from typing import Any
 
 from lockstep.launch.election import Lease, folder_identity
 from lockstep.launch.times import HEARTBEAT_S, LOOK_S, LOST_AFTER_S
+from lockstep.run_folder.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.run_folder.resize import take_request
-from lockstep.run_folder.run_dir import CheckpointFacts, read_checkpoint_facts
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
 END_S = 2.0

@@ -59,8 +59,8 @@ def write_report(run_dir: str | os.PathLike[str], config: Record | None = None) 
         raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
 
     # A browser never loads half a page.
-    with replacing(folder / REPORT) as draft:
-        draft.write_text(page(read_run(folder, config)), encoding="utf-8")
+    with replacing(folder / REPORT) as temporary:
+        temporary.write_text(page(read_run(folder, config)), encoding="utf-8")
 
     return folder / REPORT
 

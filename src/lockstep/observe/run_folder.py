@@ -69,10 +69,10 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         parsed = {"path": Path(agreed["path"]), "start_from": StartFrom(**agreed["start_from"])}
         folder = RunFolder(**agreed | parsed)
 
-    # Rank 0 put a mark into the folder, which a rank on another file system does not see.
-    blind = runtime.collectives.gather_json(not _seen_mark(folder).exists())
+    # Rank 0 has made a file in the folder, which a rank on another file system does not see.
+    blind = runtime.collectives.gather_json(not _visibility_probe(folder).exists())
     if runtime.is_main:
-        _seen_mark(folder).unlink()
+        _visibility_probe(folder).unlink()
 
     if any(blind):
         raise UserError(
@@ -100,7 +100,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
     has_own = start_from.newest or start_from.goes_back
     if start_from.named and not has_own and holds_a_run(path):
         raise UserError(
-            f"--resume {start_from.named} cannot be used with run_dir={shown}: that folder already holds another run",
+            f"--resume {config.resume} cannot be used with run_dir={shown}: that folder already holds another run",
             "",
             f"set another run_dir; or --resume {shown} to resume the run that is there",
         )
@@ -118,11 +118,11 @@ def _create(folder: RunFolder) -> None:
         (path / CHECKPOINTS).mkdir(exist_ok=True)
         folder.lock = lock(path)
 
-        # An attempt that was killed early left its mark behind.
+        # An attempt that was killed early has left its file behind.
         for old in path.glob(".seen-*"):
             old.unlink()
 
-        _seen_mark(folder).touch()
+        _visibility_probe(folder).touch()
 
         # The launcher has done this, too, if there is one.
         mark_going_back(path, folder.start_from.goes_back_to)
@@ -130,7 +130,7 @@ def _create(folder: RunFolder) -> None:
         raise not_writable(path, error) from error
 
 
-def _seen_mark(folder: RunFolder) -> Path:
+def _visibility_probe(folder: RunFolder) -> Path:
     """Return the file that rank 0 creates, to check that every rank sees its folder."""
     return folder.path / f".seen-{folder.token}"
 
@@ -151,6 +151,6 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    # Only rank 0 writes here, so the next run replaces the draft that a killed one has left.
-    with files.replacing(path) as draft:
-        draft.write_text(text)
+    # Only rank 0 writes here, so the next run replaces a temporary file that a killed one has left.
+    with files.replacing(path) as temporary:
+        temporary.write_text(text)

@@ -37,14 +37,14 @@ def write_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str
     """
     from safetensors.torch import save_file
 
-    with replacing(path, str(os.getpid())) as draft:
+    with replacing(path, str(os.getpid())) as temporary:
         # safetensors makes a file that only its owner can read; this one has the mode that the user's umask gives.
-        draft.touch()
-        mode = stat.S_IMODE(draft.stat().st_mode)
-        save_file(weights, str(draft), metadata={**aliases, "format": "pt"})
-        draft.chmod(mode)
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
+        save_file(weights, str(temporary), metadata={**aliases, "format": "pt"})
+        temporary.chmod(mode)
 
-        with draft.open("r+b") as file:
+        with temporary.open("r+b") as file:
             _sort_metadata(file)
 
             # Without the fsync, a power failure after the rename could leave a file without its contents.

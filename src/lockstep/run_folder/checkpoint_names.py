@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Literal
 
 from lockstep.user_classes import CLASS_NAME
@@ -44,8 +44,8 @@ _DELETING = "gone"
 # ---- committed checkpoints ----
 
 
-def folder_name(steps_done: int) -> str:
-    return f"step-{steps_done:08d}"
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def step_in(name: str) -> int | None:
@@ -53,6 +53,12 @@ def step_in(name: str) -> int | None:
     # A step has only one name, padded to eight digits: "step-000000007" is not a name of step 7.
     match = _COMMITTED.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def committed_names(folders: Iterable[str]) -> list[str]:
+    """Return the names of committed checkpoints among those of `folders`, the newest first."""
+    steps = {step: name for name in folders if (step := step_in(name)) is not None}
+    return [steps[step] for step in sorted(steps, reverse=True)]
 
 
 def file_name(rank: int) -> str:
@@ -84,11 +90,11 @@ def name_before_replaced(name: str) -> str | None:
 # ---- temporary names: drafts, and checkpoints that are being deleted ----
 
 
-def draft_name(steps_done: int, token: str, number: int) -> str:
+def draft_name(step: int, token: str, number: int) -> str:
     """Return the name of the folder of a save that is not committed yet."""
     # The token keeps writers of an earlier attempt out of the folder, and the number keeps out writers of an earlier
     # save of the same step.
-    return f"{folder_name(steps_done)}.tmp-{token}-{number}"
+    return f"{folder_name(step)}.tmp-{token}-{number}"
 
 
 def name_to_delete(name: str, token: str) -> str:

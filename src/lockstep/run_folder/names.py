@@ -17,7 +17,7 @@ LOGS = "logs"
 SAMPLES = "samples"
 PROFILE = "profile"
 
-# What it has learned.
+# What it has trained.
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "model.safetensors"
 AVERAGED_WEIGHTS = "ema.safetensors"  # with ema.decay
@@ -45,7 +45,7 @@ WRITTEN = (
     *(CHECKPOINTS, WEIGHTS, AVERAGED_WEIGHTS, ASSETS),
     *(EVALUATIONS, EXPORT, LAUNCH, RESIZE_REQUEST),
     *(LOCK, LAUNCHER_LOCK, GOING_BACK, ".seen-*", ".probe-*", ".secret*", ".shared-*", ".coordinator*", ".cut-off-*"),
-    ".*.tmp",  # drafts of any of them
+    ".*.tmp",  # temporary files of any of them
 )
 
 _BEGINNINGS = {pattern.partition(".")[0] for pattern in WRITTEN}

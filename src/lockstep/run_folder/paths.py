@@ -1,4 +1,4 @@
-"""What a path means that a user has typed: a run, or one of its checkpoints.
+"""Interpret a path typed by the user: it names a run, or one of its checkpoints.
 
 `--resume`, `init_from`, `lockstep ckpt` and `lockstep evaluate` all ask `read_path`. The folder of a run's checkpoints
 means the run. This module imports no torch: the launcher uses it before any rank exists.

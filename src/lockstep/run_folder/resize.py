@@ -11,35 +11,35 @@ from lockstep.run_folder.locks import has_launcher
 from lockstep.run_folder.names import LOCK, RESIZE_REQUEST
 
 
-def ask_for_size(run: Path, count: int) -> None:
+def ask_for_size(run_dir: Path, count: int) -> None:
     """Leave a file in `run` that asks its launcher to continue with `count` processes."""
-    asked = f"lockstep resize {run} {count}"
-    if not (run / LOCK).exists():
+    asked = f"lockstep resize {run_dir} {count}"
+    if not (run_dir / LOCK).exists():
         raise UserError(
-            f"{asked}: {run} is not the folder of a run", "no file .lock in it", "run `lockstep resize RUN N`"
+            f"{asked}: {run_dir} is not the folder of a run", "no file .lock in it", "run `lockstep resize RUN N`"
         )
 
     if count < 1:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "use 1 or more")
 
     # The lock of rank 0 does not count: between two attempts there is no rank, and the request is still valid.
-    if not has_launcher(run):
+    if not has_launcher(run_dir):
         raise UserError(
             f"{asked}: the run is not running",
             "no launcher (lockstep train --nproc) holds its folder",
-            f"resume it: --nproc {count} --resume {run}",
+            f"resume it: --nproc {count} --resume {run_dir}",
         )
 
     # The launcher looks for the file once a second.
-    files.write(run / RESIZE_REQUEST, f"{count}\n")
+    files.write(run_dir / RESIZE_REQUEST, f"{count}\n")
 
 
 # ---- in the launcher ----
 
 
-def take_request(run: Path) -> str | None:
+def take_request(run_dir: Path) -> str | None:
     """Return the text of the request and remove it; None if there is none yet, or if the disk fails for the moment."""
-    request = run / RESIZE_REQUEST
+    request = run_dir / RESIZE_REQUEST
     try:
         text = files.read_bytes(request, most=4096).decode(errors="replace").strip()
     except OSError:
@@ -61,6 +61,6 @@ def size_in(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def remove_old_requests(run: Path) -> None:
+def remove_old_requests(run_dir: Path) -> None:
     """Remove a request that an earlier job did not carry out."""
-    (run / RESIZE_REQUEST).unlink(missing_ok=True)
+    (run_dir / RESIZE_REQUEST).unlink(missing_ok=True)

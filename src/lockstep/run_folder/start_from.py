@@ -1,11 +1,11 @@
 """Where a run starts: from its beginning, or from a checkpoint.
 
-Rank 0 decides once, when it opens the run folder (`choose_start`); everybody else asks `RunFolder.start_from`.
+Rank 0 decides once, when it opens the run folder (`choose_start`). All later code reads `RunFolder.start_from`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class StartFrom:
     """Where a run starts: from a checkpoint of its own, else from what --resume names, else from its beginning."""
 
     newest: bool = False  # from the newest valid checkpoint in this run's folder, if it has one
-    named: str | None = None  # otherwise from this checkpoint, or from the newest valid one of this run
+    named: str | None = None  # otherwise from this checkpoint, or from the newest valid one of this run; a full path
     goes_back: bool = False  # `named` is a checkpoint of this run: later ones are set aside once it is loaded
 
     @property
@@ -30,9 +30,9 @@ class StartFrom:
         """The name of the checkpoint of this run to which it goes back, perhaps step-N.rewound; None if to none."""
         return Path(self.named).resolve().name if self.named and self.goes_back else None
 
-    def will_load(self, has_checkpoint: Callable[[], bool]) -> bool:
+    def will_load(self, has_checkpoint: bool) -> bool:
         """Return whether a checkpoint will be loaded. `has_checkpoint`: whether this run has one."""
-        return self.named is not None or (self.newest and has_checkpoint())
+        return self.named is not None or (self.newest and has_checkpoint)
 
 
 def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
@@ -49,12 +49,14 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
         # A restart continues the run, even if that was a new one at first.
         return StartFrom(newest=attempt > 0 or resume == "auto")
 
+    # The user's code may change the working folder before the checkpoint is read.
     named = Path(resume)
+    full_path = str(named.absolute())
     goes_back = attempt == 0 or going_back_mark(run_dir).exists()
 
     # By now `checkpoint.keep` may have had it deleted. It is needed only as long as this run has saved nothing.
     if not goes_back and not named.exists():
-        return StartFrom(newest=True, named=resume)
+        return StartFrom(newest=True, named=full_path)
 
     in_this_run = run_of(named).resolve() == run_dir.resolve()
     if in_this_run and read_path(named).name is None:
@@ -62,10 +64,10 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
 
     # If the attempt before this one died before it could set the later checkpoints aside, they are still the newest.
     if in_this_run and goes_back:
-        return StartFrom(named=resume, goes_back=True)
+        return StartFrom(named=full_path, goes_back=True)
 
     # A restart goes on from what this run has saved since.
-    return StartFrom(newest=attempt > 0, named=resume)
+    return StartFrom(newest=attempt > 0, named=full_path)
 
 
 def going_back_mark(run_dir: Path) -> Path:
@@ -74,12 +76,12 @@ def going_back_mark(run_dir: Path) -> Path:
 
 
 @contextmanager
-def hold_for_new_job(run: Path, goes_back_to: str | None) -> Iterator[None]:
+def hold_for_new_job(run_dir: Path, goes_back_to: str | None) -> Iterator[None]:
     """Hold the folder for a job that begins there: nothing that an earlier job has left counts for it."""
     # The lock comes first: it raises if another job holds the folder, whose files must stay.
-    with hold(run):
-        remove_old_requests(run)
-        mark_going_back(run, goes_back_to)
+    with hold(run_dir):
+        remove_old_requests(run_dir)
+        mark_going_back(run_dir, goes_back_to)
         yield
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.loading.search import Gather, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.search import Gather, newest_valid
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime.shards import LocalShard, shard_of
 
@@ -67,7 +67,7 @@ class WatchedSaver(Saver):
         super().__init__(context, asynchronous)
         self._running: list[Save] = []
 
-    def start(self, step: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+    def start(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
         save = super().start(step, contents, metrics)
         self._running.append(save)
         return save
@@ -106,7 +106,7 @@ def commit(
     team = savers(storage, size)
     for rank, saver in enumerate(team):
         encoded = pack(dict(values or {"step": step}), "values", {})
-        saver.start(step, Contents(shard(tensors or state(step), rank, size), aliases or {}, encoded), metrics)
+        saver.start(step, RankContents(shard(tensors or state(step), rank, size), aliases or {}, encoded), metrics)
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
-from lockstep.checkpoint.saving.context import Contents
+from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import (
+from lockstep.checkpoint.storage.stores import allow_store_of, open_store
+from lockstep.checkpoint.storage.transitions import (
     claim,
     committed,
     delete_leftovers,
     owner_of,
     set_aside,
-    set_aside_after,
+    set_aside_later,
     update_latest,
 )
-from lockstep.checkpoint.storage.stores import allow_store_of, open_store
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
 
@@ -195,12 +195,12 @@ class StorageContract:
         assert latest(storage) == "step-00000003"
         commit(storage, 4)
         assert set_aside(storage, "step-00000004", "damaged") == "step-00000004.damaged1"
-        set_aside_after(storage, 1)
+        set_aside_later(storage, 1)
         assert {"step-00000003.rewound", "step-00000002.rewound"} <= set(storage.folders())
         assert latest(storage) == "step-00000001"
         assert Checkpoint(storage, "step-00000003.rewound").open(file_name(0)).read()
         set_aside(storage, "step-00000001", "damaged")
-        set_aside_after(storage, 1)
+        set_aside_later(storage, 1)
         with pytest.raises(FileNotFoundError):
             latest(storage)
 
@@ -208,7 +208,7 @@ class StorageContract:
         team = savers(storage, 3, settings=CheckpointConfig(keep=2))
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
-                saver.start(step, Contents(shard(state(step), rank, 3), values={"step": step}))
+                saver.start(step, RankContents(shard(state(step), rank, 3), values={"step": step}))
         assert [report.outcome.checkpoint.step for report in team[0].take_ended()] == [1, 2, 3]
         assert set(storage.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(storage)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, load_model
 from lockstep.checkpoint import command
 from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed, set_aside
+from lockstep.checkpoint.storage.transitions import committed, set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import file_name

@@ -22,17 +22,17 @@ from checkpoints import alone, at, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import search
 from lockstep.checkpoint.export import read_weights
-from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode
-from lockstep.checkpoint.manifest_reader import decode, read_manifest
+from lockstep.checkpoint.loading import search
+from lockstep.checkpoint.loading.search import ReportedProblem, newest_valid
+from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode_manifest
+from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.search import ReportedProblem, newest_valid
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
-from lockstep.checkpoint.storage.rules import claim, delete_checkpoint
-from lockstep.checkpoint.verify import find_problems
+from lockstep.checkpoint.storage.transitions import claim, delete_checkpoint
+from lockstep.checkpoint.verify import verify_files
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import file_name
 
@@ -394,7 +394,7 @@ def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     other = shutil.copytree(root, tmp_path / "other")
     manifest = read_manifest(at(other / "step-00000020"))
     manifest.values["list"].append(1)
-    (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
+    (other / "step-00000020" / "manifest.json").write_bytes(encode_manifest(manifest))
     answers = together(2, lambda rank, gather: newest_valid(CheckpointStorage([root, other][rank]), rank, 2, gather))
     assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
 
@@ -476,7 +476,7 @@ def read_everything(folder: Path) -> dict[str, torch.Tensor] | Damaged:
     checkpoint = at(folder)
     try:
         manifest = read_manifest(checkpoint)
-        if found := find_problems(checkpoint, manifest, manifest.files):
+        if found := verify_files(checkpoint, manifest, manifest.files):
             return found[0]
         reader = CheckpointReader(checkpoint, manifest)
         return {name: reader.read(name) for name in reader.names()}
@@ -558,7 +558,7 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
     document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
     with pytest.raises(Damaged, match=why):
-        decode(json.dumps(document).encode(), at(pristine))
+        decode_manifest(json.dumps(document).encode(), at(pristine))
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
 )
 def test_what_is_no_manifest_is_damaged(tmp_path, text, why):
     with pytest.raises(Damaged, match=why):
-        decode(text, at(tmp_path))
+        decode_manifest(text, at(tmp_path))
 
 
 def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_anything_is_read(root):
@@ -582,7 +582,7 @@ def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_an
     manifest = read_manifest(checkpoint)
     entry = manifest.tensors["model.weight"]
     manifest.tensors["model.weight"] = replace(entry, dtype="I32")
-    assert {damaged.file for damaged in find_problems(checkpoint, manifest, manifest.files)} == {
+    assert {damaged.file for damaged in verify_files(checkpoint, manifest, manifest.files)} == {
         piece.file for piece in entry.pieces
     }
 
@@ -597,12 +597,12 @@ def of_pieces(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[i
 def test_the_pieces_of_a_tensor_are_a_grid(tmp_path):
     side = 40
     whole = of_pieces((2 * side, side), [((2 * row, column), (2, 1)) for row in range(side) for column in range(side)])
-    assert decode(encode(whole), at(tmp_path)) == whole
+    assert decode_manifest(encode_manifest(whole), at(tmp_path)) == whole
 
     # Every row is cut in another place, which no way of sharding does.
     rows = [((row, start), (1, size)) for row in range(30) for start, size in ((0, row + 1), (row + 1, 39 - row))]
     with pytest.raises(Damaged, match="the pieces of tensor 'x' are not a grid"):
-        decode(encode(of_pieces((30, 40), rows)), at(tmp_path))
+        decode_manifest(encode_manifest(of_pieces((30, 40), rows)), at(tmp_path))
 
 
 def test_a_manifest_is_written_in_one_fixed_way(pristine):

@@ -18,9 +18,9 @@ from checkpoints import load, same, state
 
 import preloaded
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed, delete_leftovers
+from lockstep.checkpoint.storage.transitions import committed, delete_leftovers
+from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.run_folder.checkpoint_names import file_name
-from lockstep.run_folder.run_dir import latest_step
 
 HERE = Path(__file__).parent
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from checkpoints import savers, shard, state
 from lockstep.config.sections import CheckpointConfig
 from lockstep.checkpoint.saving.outcome import Written
-from lockstep.checkpoint.saving.context import Contents
+from lockstep.checkpoint.saving.context import RankContents
 
 root = Path(sys.argv[2])
 for line in open(sys.argv[3]):
@@ -45,7 +45,7 @@ for line in open(sys.argv[3]):
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                saver.start(step, Contents(shard(state(step), rank, 2), values={"step": step}))
+                saver.start(step, RankContents(shard(state(step), rank, 2), values={"step": step}))
             coordinator, other = (saver.take_ended()[0].outcome for saver in team)
             assert not coordinator.warning
             assert isinstance(other, Written)
@@ -109,7 +109,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "from pathlib import Path\n"
         "from checkpoints import commit, savers, shard, state\n"
         "from lockstep import faults\n"
-        "from lockstep.checkpoint.saving.context import Contents\n"
+        "from lockstep.checkpoint.saving.context import RankContents\n"
         "from lockstep.checkpoint.storage.folder import CheckpointStorage\n"
         "top = Path(sys.argv[2])\n"
         "for phase in ['write', 'rename', 'latest', 'committed']:\n"
@@ -117,7 +117,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "        commit(root, 1)\n"
         "        if (pid := os.fork()) == 0:\n"
         "            faults.fire = lambda at, step: os._exit(9) if at == phase else None\n"
-        "            savers(root, asynchronous=False)[0].start(2, Contents(shard(state(2), 0, 1)))\n"
+        "            savers(root, asynchronous=False)[0].start(2, RankContents(shard(state(2), 0, 1)))\n"
         "            os._exit(0)\n"
         "        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, phase\n"
     )

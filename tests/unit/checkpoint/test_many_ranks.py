@@ -12,15 +12,15 @@ import xxhash
 from checkpoints import at
 
 from lockstep.checkpoint import command, manifest_reader
-from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
+from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode_manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.rank_file import FileLayout, arrange
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import draft_name, file_name
 from lockstep.runtime.shards import LocalShard
@@ -57,7 +57,7 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
         (draft / file.name).write_bytes(data)
         (draft / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
     saver = Saver(SaveContext(storage, 0, ranks, "token", CheckpointConfig()), asynchronous=False)
-    return storage, saver.start(1, Contents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
+    return storage, saver.start(1, RankContents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
 
 
 def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_a_manifest_of_1024_ranks_and_2200_sharded_tensors_can_be_read(tmp_path:
             for name, shards in pieces.items()
         }
         manifest = Manifest(1, 0.0, "", tuple(File(file, 10**12, "0" * 32) for file in files), entries)
-        return manifest, encode(manifest)
+        return manifest, encode_manifest(manifest)
 
     manifest, data = encoded(4)
-    assert manifest_reader.decode(data, at(tmp_path)) == manifest
+    assert manifest_reader.decode_manifest(data, at(tmp_path)) == manifest
     bytes_per_tensor = (len(data) - len(encoded(2)[1])) / 2
     assert 2 * 2200 * bytes_per_tensor < manifest_reader._MAX_MANIFEST_BYTES

@@ -20,7 +20,7 @@ from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics, write_metrics
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.observe.sinks import read_jsonl
 from lockstep.run_folder.checkpoint_names import METRICS
 

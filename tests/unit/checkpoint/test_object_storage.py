@@ -23,14 +23,15 @@ from storage_contract import StorageContract
 from test_run_in_memory import Dropped
 
 import lockstep
-from lockstep.checkpoint import command, search
-from lockstep.checkpoint.saving.context import Contents
+from lockstep.checkpoint import command
+from lockstep.checkpoint.loading import search
+from lockstep.checkpoint.loading.search import newest_valid
+from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage import stores
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError
@@ -61,7 +62,7 @@ def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: 
     team = savers(storage, 2, settings=CheckpointConfig(keep=2))
     for step in (1, 2, 3):
         for rank, saver in enumerate(team):
-            saver.start(step, Contents(shard(state(step), rank, 2)))
+            saver.start(step, RankContents(shard(state(step), rank, 2)))
         assert not any(isinstance(save.outcome, SaveFailed) for save in end(team))
 
     # What retention deletes is deleted in the store, too.
@@ -190,7 +191,7 @@ def test_a_store_that_fails_costs_a_checkpoint_and_leaves_nothing(
     [saver] = savers(storage)
     with monkeypatch.context() as patch:
         patch.setattr(RealStore, "open", refuse)
-        saver.start(1, Contents(shard(state(1), 0, 1)))
+        saver.start(1, RankContents(shard(state(1), 0, 1)))
         [save] = saver.take_ended()
     assert isinstance(save.outcome, SaveFailed)
     assert "NoCredentials: no key" in save.outcome.reason

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.manifest import encode
+from lockstep.checkpoint.manifest import encode_manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import read_metrics
 from lockstep.checkpoint.saving import pending as pending_module
@@ -33,8 +33,8 @@ from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.checkpoint.storage import retry as retry_module
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
 from lockstep.checkpoint.storage.stores import allow_store
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
@@ -206,7 +206,7 @@ def test_the_state_of_the_loop_in_a_checkpoint_of_another_version(tmp_path: Path
     manifest = read_manifest(checkpoint)
     del manifest.values["loop"]
     manifest.values.update({"loop": loop} if loop else {})
-    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode_manifest(manifest))
 
     summary = lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13).summary
     assert summary["step"] == 13
@@ -239,6 +239,28 @@ def test_the_folder_of_its_checkpoints_means_a_run(tmp_path: Path) -> None:
         Dropped(), run_dir=tmp_path / "fourth", steps=1, lr={"peak": 0.0}, init_from=str(tmp_path / "first")
     )
     assert all(torch.equal(started.weights[name], run.weights[name]) for name in first.weights)
+
+
+class ChangesFolder(Dropped):
+    def model(self) -> nn.Module:
+        os.chdir("/")
+        return super().model()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a run goes back", "another run"])
+def test_a_relative_path_is_that_of_the_folder_in_which_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """It was read in the folder to which the user's code had changed, so there was no such checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    lockstep.fit(Dropped(), run_dir="a", checkpoint={"every": 6})
+    named = "a/checkpoints/step-00000006"
+    lockstep.fit(ChangesFolder(), run_dir="a" if own else "b", resume=named)
+    assert (tmp_path / "a" / "checkpoints" / "step-00000012.rewound").is_dir() == own
+
+    monkeypatch.chdir(tmp_path)
+    result = lockstep.fit(ChangesFolder(), run_dir="c", steps=1, init_from=named)
+    assert result.summary["init_from"]["path"] == named
 
 
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
@@ -886,7 +908,7 @@ def test_a_checkpoint_that_lacks_a_value_is_refused_in_words(tmp_path: Path, mis
     checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     manifest = read_manifest(checkpoint)
     del manifest.values[missing]
-    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode_manifest(manifest))
 
     with pytest.raises(UserError, match=f"cannot be resumed: it does not contain {missing}"):
         lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
@@ -898,7 +920,7 @@ def test_an_error_in_a_restore_keeps_its_type_and_names_the_checkpoint(tmp_path:
     checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     manifest = read_manifest(checkpoint)
     del manifest.values["state"]["stepper"]
-    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode_manifest(manifest))
 
     with pytest.raises(KeyError, match="stepper") as error:
         lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)

@@ -21,16 +21,16 @@ from storage_contract import StorageContract, put
 from lockstep.checkpoint import metrics as metrics_module
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
-from lockstep.checkpoint.saving.context import Contents
+from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.storage import files
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed, set_aside_after
 from lockstep.checkpoint.storage.stores import allow_store
+from lockstep.checkpoint.storage.transitions import committed, set_aside_later
 from lockstep.config.sections import CheckpointConfig
-from lockstep.run_folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_facts import latest_step
 
 
 class TestWithoutAStore(StorageContract):
@@ -52,7 +52,7 @@ def test_a_full_store_costs_a_checkpoint_and_nothing_else(tmp_path):
     storage = CheckpointStorage(tmp_path, "test_storages:FullStore://bucket")
     commit(storage, 1)
     [saver] = savers(storage)
-    saver.start(2, Contents(shard({"x": torch.ones(10_000)}, 0, 1)))
+    saver.start(2, RankContents(shard({"x": torch.ones(10_000)}, 0, 1)))
     [report] = saver.take_ended()
     assert "no space left on the disk of test_storages:FullStore://bucket" in report.outcome.reason
     assert same(load(storage)[1], state(1))
@@ -243,7 +243,7 @@ def test_rules_that_make_no_sense_are_refused(wrong):
 def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(CheckpointStorage(tmp_path))] == [
         "step-00000004",
@@ -257,7 +257,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     storage = CheckpointStorage(tmp_path)
     [saver] = savers(tmp_path, settings=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
-        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     saver.take_ended()
     open_file = CheckpointStorage.open
 
@@ -269,7 +269,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointStorage, "open", fail)
         [resumed] = savers(tmp_path, settings=retention)
-        resumed.start(3, Contents(shard(state(3), 0, 1)), {"loss": 3.0})
+        resumed.start(3, RankContents(shard(state(3), 0, 1)), {"loss": 3.0})
         [report] = resumed.take_ended()
         assert "Input/output error" in report.outcome.warning
         oldest = tmp_path / "step-00000001"
@@ -283,14 +283,14 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     assert best.checkpoint.step == 1
     # What the warning says to type works: the older ones are deleted again, and the one that was set aside is not.
     oldest.rename(f"{oldest}.damaged")
-    resumed.start(4, Contents(shard(state(4), 0, 1)), {"loss": 4.0})
+    resumed.start(4, RankContents(shard(state(4), 0, 1)), {"loss": 4.0})
     assert resumed.take_ended()[0].outcome.warning == ""
     assert set(storage.folders()) == {"step-00000001.damaged", "step-00000002", "step-00000004"}
 
 
 def save_with_losses(saver: Saver, losses: dict[int, float]) -> None:
     for step, loss in losses.items():
-        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert all(is_committed(save) and not save.outcome.warning for save in saver.take_ended())
 
 
@@ -327,6 +327,6 @@ def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
     """The run went back, for example: the checkpoint that was the best is set aside."""
     [saver] = savers(tmp_path, settings=CheckpointConfig(keep=2, best="loss"))
     save_with_losses(saver, {1: 2.0, 2: 1.0})
-    set_aside_after(CheckpointStorage(tmp_path), 1)
+    set_aside_later(CheckpointStorage(tmp_path), 1)
     save_with_losses(saver, {2: 3.0, 3: 4.0, 4: 5.0})
     assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [4, 3, 1]

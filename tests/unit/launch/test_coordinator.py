@@ -19,9 +19,9 @@ from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import Hello, JobEnd, NodeHeartbeat, RankExited, Rendezvous
+from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import EVENTS
-from lockstep.run_folder.run_dir import CheckpointFacts
 
 ADDRESS = "127.0.0.1:29400"
 

@@ -9,7 +9,7 @@ from lockstep.launch import job as module
 from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
 from lockstep.launch.validation import refusal_of
 from lockstep.launch.wire.messages import Hello
-from lockstep.run_folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.runtime.host.resources import visible_gpus
 
 

@@ -5,8 +5,8 @@ import pytest
 from lockstep.launch import supervisor
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import JobEnd
+from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.run_folder.names import GOING_BACK
-from lockstep.run_folder.run_dir import latest_step
 
 
 @pytest.mark.parametrize(("goes_back_to", "newest"), [("step-00000003", 3), (None, 9)])

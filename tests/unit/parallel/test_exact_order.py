@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.state.model_state import identity
+from lockstep.checkpoint.state.tensor_names import storage_key
 from lockstep.config import resolve
 from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
@@ -190,8 +190,8 @@ def test_a_local_batch_is_refused() -> None:
 def test_parts_without_rows_are_told_apart() -> None:
     """Ranks with nothing of two parameters must not take them for one: they would gather fewer than the others."""
     one, other = torch.empty(0, 3), torch.empty(0, 3)
-    assert len({identity(tensor.detach()) for tensor in (one, other) for _ in range(10)}) == 2
-    assert identity(one.detach()) == identity(one.view(0, 3))
+    assert len({storage_key(tensor.detach()) for tensor in (one, other) for _ in range(10)}) == 2
+    assert storage_key(one.detach()) == storage_key(one.view(0, 3))
 
 
 def _config(**values: object):

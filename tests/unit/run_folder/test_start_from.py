@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.resume import Resumer
+from lockstep.checkpoint.loading.resume import Resumer
 from lockstep.errors import UserError
+from lockstep.run_folder.checkpoint_facts import latest_step, read_checkpoint_facts
 from lockstep.run_folder.checkpoint_names import MANIFEST
 from lockstep.run_folder.names import GOING_BACK
-from lockstep.run_folder.run_dir import latest_step, read_checkpoint_facts
 from lockstep.run_folder.start_from import StartFrom, choose_start, mark_going_back
 
 BEGINNING = StartFrom()
@@ -66,14 +66,16 @@ def test_what_is_said_before_the_search_is_what_is_found(start: StartFrom, has_c
         def __init__(self) -> None:
             pass
 
-        def find_newest(self) -> Any:
-            return "newest" if has_checkpoint else None
+        storage: Any = "own"
 
-        def _find_named(self, path: Path) -> Any:
-            return path.name
+        def _find(self, storage: Any, only: str | None = None) -> Any:
+            if storage == "own":
+                return "newest" if has_checkpoint else None
+
+            return only or storage.root.parent.name
 
     found = Finder().find(start)
-    assert start.will_load(lambda: has_checkpoint) == (found is not None)
+    assert start.will_load(has_checkpoint) == (found is not None)
     assert start.goes_back_to == (found if start.goes_back else None)
 
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.loading.search import newest_valid
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config import resolve
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime import context, environments
@@ -196,7 +196,7 @@ class Ways:
         # Nothing but the update changes the moments, so they can be copied while the next step computes.
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
-        save = self.saver.start(step, Contents(self.mine, values={"step": step}, copy_later=moments))
+        save = self.saver.start(step, RankContents(self.mine, values={"step": step}, copy_later=moments))
         stall = time.perf_counter() - began
 
         # Forward and backward of the next step; its update waits for the copies.

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from lockstep.checkpoint.init_from.sources import WeightSource
-from lockstep.checkpoint.state.model_state import is_extra, tied_names
+from lockstep.checkpoint.state.tensor_names import aliases_in, is_extra
 from lockstep.config.sections import WeightsConfig
 from lockstep.errors import UserError, plural
 
@@ -50,7 +50,7 @@ def match(state: Mapping[str, Tensor], source: WeightSource, settings: WeightsCo
             unused.append(taken.pop(name))
 
     # Another name of a tied tensor is not missing: the tensor was found under its first name.
-    other_names = tied_names(tensors)
+    other_names = aliases_in(tensors)
     missing = [name for name in tensors if name not in taken and name not in other_names]
     _check_kinds(tensors, taken, source)
 
@@ -71,7 +71,7 @@ def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> t
     Tied tensors are one tensor: the source may have it under any of its names, or under all of them.
     """
     # All names of each tensor, by its first one.
-    first_of = tied_names(tensors)
+    first_of = aliases_in(tensors)
     names_of: dict[str, list[str]] = {name: [name] for name in tensors if name not in first_of}
     for other, first in first_of.items():
         names_of[first].append(other)

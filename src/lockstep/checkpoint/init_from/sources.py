@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.loading.search import wait_for_newest_valid
 from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.errors import UserError
 from lockstep.run_folder.names import SUMMARY, WEIGHTS
 from lockstep.run_folder.paths import read_path

@@ -53,41 +53,44 @@ class InitialWeights:
 
 def load_initial_weights(
     state: Mapping[str, Tensor],
+    path: Path,
     config: RunConfig,
     runtime: Runtime,
     log_event: EventLogger,
     held_elsewhere: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> InitialWeights:
-    """Read the weights at `init_from` into the tensors of `state`, a model's state dict. Collective.
+    """Read the weights at `path` into the tensors of `state`, a model's state dict. Collective.
+
+    `path` is that of `init_from`, which may have been typed in another working folder.
 
     `held_elsewhere`: names whose tensors other ranks hold. `only`: read just these, which no checkpoint holds.
     """
-    path = config.init_from
-    assert path is not None
+    typed = config.init_from
+    assert typed is not None
     runtime.heartbeat.beat("load")
 
-    source = open_source(Path(path), runtime, config.checkpoint.timeout, log_event)
+    source = open_source(path, runtime, config.checkpoint.timeout, log_event)
     matched = match(state, source, config.weights)
 
     # Other files on another machine would give the ranks different weights.
     world, gather = runtime.world, runtime.collectives.gather_json
     digest = source.digest(world.rank, world.size, gather)
     found = [sorted(matched.taken.items()), [source.shape(name) for name in matched.taken.values()]]
-    _check_same(gather(found), path)
+    _check_same(gather(found), typed)
 
     # One tensor at a time, and of a sharded one only this rank's shard.
     for name, original in matched.taken.items():
         if name not in held_elsewhere and (only is None or name in only):
             _copy(state[name], source, original)
 
-    # What was read may be wrong in a tied tensor: its names must agree.
+    # The source may have different values under two names of a tied tensor, of which only one was read.
     if only is None:
         _check_ties(state, source, matched, held_elsewhere)
 
-    initial = InitialWeights(path)
+    initial = InitialWeights(typed)
     initial.record = {
-        "path": path,
+        "path": typed,
         "location": source.location,
         "digest": digest,
         "tensors": len(matched.taken),

@@ -10,8 +10,8 @@
     step-N.tmp-TOKEN-NUMBER -> step-N           the commit
     calls `SaveContext.on_commit`
     updates `latest`
-    if it still owns the storage: deletes what an earlier commit could delete only in part, step-N.replaced, and the
-    checkpoints that no setting keeps
+    checks again that it owns the storage
+    deletes what an earlier commit could delete only in part, step-N.replaced, and the checkpoints that no setting keeps
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
@@ -28,8 +28,8 @@ from typing import Any
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
-from lockstep.checkpoint.manifest_reader import decode
+from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_manifest
+from lockstep.checkpoint.manifest_reader import decode_manifest
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.context import SaveContext
@@ -37,7 +37,7 @@ from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import NotDurable
-from lockstep.checkpoint.storage.rules import commit_draft, delete_replaced, finish_deletions, update_latest
+from lockstep.checkpoint.storage.transitions import commit_draft, delete_replaced, finish_deletions, update_latest
 from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
 from lockstep.run_folder.checkpoint_names import folder_name
@@ -54,11 +54,11 @@ def commit(
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
     manifest = _manifest(draft.step, confirmations, aliases, values)
-    encoded = encode(manifest)
+    encoded = encode_manifest(manifest)
 
     # Check that the manifest can be loaded.
     uncommitted = Checkpoint(storage, draft.name)
-    decode(encoded, uncommitted)
+    decode_manifest(encoded, uncommitted)
 
     if metrics:
         write_metrics(uncommitted, metrics)
@@ -66,7 +66,7 @@ def commit(
     storage.write(draft.manifest, [memoryview(encoded)])
 
     # Only now may the confirmations go: until there is a manifest, they tell the launcher
-    # (`commit_is_near` in run_folder/run_dir.py) that a commit is near.
+    # (`commit_is_near` in run_folder/checkpoint_facts.py) that a commit is near.
     draft.delete_confirmations()
     faults.fire("rename", draft.step)
 
@@ -102,7 +102,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     """
     ranks = set(range(draft.context.world_size))
     confirmations: dict[int, Confirmation] = {}
-    timeout_s = draft.context.settings.timeout
+    timeout_s = draft.context.checkpoint_config.timeout
     deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
@@ -178,12 +178,12 @@ def delete_old(context: SaveContext) -> str:
         # Another attempt may have taken over, and may have gone back to one of those.
         context.check_owner()
 
-        # What cannot be deleted even now must not keep the others: they would fill the disk.
+        # After a failure, delete the others all the same: they would fill the disk.
         failed = finish_deletions(context.storage, context.token)
 
-        # No rule counts these, so a step that is saved again and again would fill the disk.
+        # Retention does not count these, so a step that is saved again and again would fill the disk.
         delete_replaced(context.storage, context.token)
-        apply_retention(context.metrics, context.settings, context.token)
+        apply_retention(context.metrics, context.checkpoint_config, context.token)
         if failed is not None:
             raise failed
     except (OSError, SaveError) as error:

@@ -1,4 +1,4 @@
-"""What all saves of a run have in common (`SaveContext`), and what a rank writes in one of them (`Contents`)."""
+"""What all saves of a run have in common (`SaveContext`), and what a rank writes in one of them (`RankContents`)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.saving.outcome import SaveError
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import owner_of
+from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime.shards import LocalShard
 
 
 @dataclass
 class SaveContext:
-    """Where a rank saves, and by which rules."""
+    """Where a rank saves, and with which settings."""
 
     storage: CheckpointStorage
     rank: int
     world_size: int
     token: str  # identifies this attempt of the run
-    settings: CheckpointConfig
+    checkpoint_config: CheckpointConfig
 
     # Called on rank 0 right after the rename. If it raises, the checkpoint is safe, and its outcome has a warning.
     on_commit: Callable[[], None] = lambda: None
@@ -43,7 +43,7 @@ class SaveContext:
             raise SaveError(taken_over if owner else "no attempt owns the checkpoints: the file `owner` is gone")
 
 
-class Contents(NamedTuple):
+class RankContents(NamedTuple):
     """What one rank writes to a checkpoint. Nothing is copied yet. Only rank 0's `aliases` and `values` are used."""
 
     # The shards that this rank writes, by tensor name.

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.storage.rules import committed
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
@@ -63,7 +63,7 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, step: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
+    def start(self, step: int, contents: RankContents, metrics: Mapping[str, float]) -> Save:
         """Copy this rank's contents, and begin to write them with the metrics of this step. Call `settle` first."""
         assert self.save is None, f"the save of step {self.save.step} is not settled"
         self.save = self._saver.start(step, contents, metrics)

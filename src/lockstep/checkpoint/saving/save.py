@@ -26,7 +26,7 @@ from lockstep import faults
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.rank_file import FileLayout
 from lockstep.checkpoint.saving.commit import announce, commit, delete_old
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
@@ -57,7 +57,7 @@ class Saver:
         self._wait_for_last()
         self._snapshot.reserve(shards)
 
-    def start(self, step: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+    def start(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
         """Copy the contents, except those to be copied later, and start writing them.
 
         `metrics`: of an evaluation of this step; {} if there was none.
@@ -110,7 +110,7 @@ class Save:
         step: int,
         number: int,
         file_size: int,
-        metrics: Mapping[str, float] = {},
+        metrics: Mapping[str, float],
     ):
         """Prepare to save the state after `step` steps. Nothing is written here.
 
@@ -137,7 +137,7 @@ class Save:
 
     # ---- what the training thread calls ----
 
-    def start(self, snapshot: Snapshot, contents: Contents, asynchronous: bool) -> None:
+    def start(self, snapshot: Snapshot, contents: RankContents, asynchronous: bool) -> None:
         """Copy the contents to the snapshot, and write them in a thread, or at once."""
         self._copying = snapshot.take(contents.shards, contents.copy_later if asynchronous else ())
 

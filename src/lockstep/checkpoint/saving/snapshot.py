@@ -59,8 +59,8 @@ class Snapshot:
 
         if not self._views:
             for name, shard in shards.items():
-                piece = self._buffer[self.layout.byte_ranges[name]]
-                self._views[name] = piece.view(shard.local.dtype).view(shard.local.shape)
+                data = self._buffer[self.layout.byte_ranges[name]]
+                self._views[name] = data.view(shard.local.dtype).view(shard.local.shape)
 
         return self.layout
 

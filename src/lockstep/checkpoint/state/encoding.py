@@ -40,8 +40,8 @@ def pack(value: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
             tensors[name] = value.detach()
             return {"$tensor" if value.device.type == "cpu" else "$on_device": name}
 
-        case np.ndarray() if value.dtype != object:
-            tensors[name] = torch.from_numpy(np.array(value))
+        case np.ndarray() if (tensor := _tensor_of(value)) is not None:
+            tensors[name] = tensor
             return {"$array": name}
 
         case np.generic() if not isinstance(value.item(), np.generic):
@@ -69,9 +69,17 @@ def pack(value: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
 
     raise UserError(
         f"{name} cannot be saved: a {type(value).__name__} is neither a tensor nor a plain value",
-        "",
+        f"an array of {value.dtype}" if isinstance(value, np.ndarray) else "",
         "let its state_dict() return only tensors, numbers, strings, lists and dicts: a checkpoint holds no pickle",
     )
+
+
+def _tensor_of(array: np.ndarray) -> Tensor | None:
+    """Return a copy of an array as a tensor; None if torch has no such tensors: of text, of dates, of objects."""
+    try:
+        return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+    except TypeError:
+        return None
 
 
 def _pack_dict(value: dict[Any, Any], name: str, tensors: MutableMapping[str, Tensor]) -> JsonDict:
@@ -118,11 +126,12 @@ class CapturedTensor(NamedTuple):
 
     tensor: Tensor
 
-    # The parameter or buffer to which it belongs: it is that, its average, or in the state that an optimizer keeps for
-    # it. None: it belongs to none.
+    # The parameter or buffer to which it belongs: the tensor is the parameter itself, its average, or a part of the
+    # optimizer's state for it. None: it belongs to no parameter.
     parameter: str | None = None
 
-    # The stateful object in whose state it is. It may differ between ranks: unless it is a DTensor, rank 0's is saved.
+    # The stateful object whose state it is part of. The tensor may differ between ranks, and that of rank 0 is saved,
+    # unless it is a DTensor.
     stateful: str | None = None
 
     # Whether it may be copied while training continues, because it changes only after `Update.wait_for_copy`. The model

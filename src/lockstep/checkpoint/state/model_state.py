@@ -1,11 +1,8 @@
-"""The state of a run's model, as a checkpoint holds it: parameters, buffers, and the extra state of modules.
-
-This module also classifies the names in a state dict: extra state, frozen, or other names of tied tensors.
-"""
+"""The state of a run's model, as a checkpoint holds it: parameters, buffers, and the extra state of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +11,11 @@ from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import FrozenDigests, digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
-from lockstep.checkpoint.state.reshard import read_into
+from lockstep.checkpoint.state.reshard import different_model, read_into
+from lockstep.checkpoint.state.tensor_names import aliases_by_key, aliases_in, frozen_names, is_extra, storage_key
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
-from lockstep.runtime.shards import full_tensor, local
+from lockstep.runtime.shards import full_tensor
 
 
 class ModelState:
@@ -31,7 +29,7 @@ class ModelState:
         keep_frozen: bool,
         on_any_rank: Callable[[bool], bool],
     ):
-        """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold.
+        """`held_elsewhere`: see `Placement`.
 
         `keep_frozen` and `on_any_rank`: see `RunState`.
         """
@@ -53,9 +51,9 @@ class ModelState:
     def capture(self, tensors: dict[str, CapturedTensor]) -> tuple[JsonDict, dict[str, str]]:
         """Add all tensors to `tensors`. Return the rest of the state, without digests, and the aliases of tied ones."""
         state = self._saved_state()
-        tied = tied_names(state)
+        aliases = aliases_in(state)
         for name, value in state.items():
-            if is_extra(name) or name in tied or name in self._held_elsewhere:
+            if is_extra(name) or name in aliases or name in self._held_elsewhere:
                 continue
 
             # If the parameter has a float32 master, save that: the parameter is only its rounded copy.
@@ -65,7 +63,7 @@ class ModelState:
 
         # The key is part of the file format (see CONTRIBUTING), like "frozen_digests".
         extra = {name: pack_into(tensors, value, f"extra.{name}") for name, value in state.items() if is_extra(name)}
-        return {"extra": extra}, {weight_name(name): weight_name(first) for name, first in tied.items()}
+        return {"extra": extra}, {weight_name(name): weight_name(first) for name, first in aliases.items()}
 
     def frozen_digests(self) -> dict[str, str]:
         """Return the digests of frozen parameters that are not saved. Collective if they are sharded."""
@@ -74,8 +72,8 @@ class ModelState:
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that are saved, under the model's names; tied ones only once."""
         state = self._saved_state()
-        tied = tied_names(state)
-        return {name: tensor for name, tensor in state.items() if not is_extra(name) and name not in tied}
+        aliases = aliases_in(state)
+        return {name: tensor for name, tensor in state.items() if not is_extra(name) and name not in aliases}
 
     def _saved_state(self) -> dict[str, Any]:
         """Return the model's state dict, without the parameters of which only digests are saved."""
@@ -163,51 +161,7 @@ class ModelState:
         return masters.master_of(parameter)
 
 
-# ---- names in a model's state dict ----
-
-
-def is_extra(name: str) -> bool:
-    """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
-def frozen_names(model: nn.Module) -> set[str]:
-    """Return all names of the frozen parameters; tied ones have several."""
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-
-
-def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the aliases of the tied tensors in a state dict: {other name: first name}."""
-    return aliases_of({name: identity(value) for name, value in state.items() if not is_extra(name)})
-
-
-def aliases_of(identities: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: first name with the same identity}, without the first names themselves."""
-    first_names: dict[Any, str] = {}
-    first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
-    return {name: first for name, first in first_of.items() if first != name}
-
-
-def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for two tensors that share all their memory."""
-    tensor = local(tensor)
-
-    # An empty shard has no data pointer, but it has a storage object.
-    if tensor.numel() == 0:
-        return tensor.untyped_storage()._cdata
-
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
 # ---- the same model? ----
-
-
-def different_model(found: str) -> UserError:
-    return UserError(
-        "the model differs from the model in the checkpoint",
-        found,
-        "restore the task and its options as they were, or start a new run (leave --resume out)",
-    )
 
 
 def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
@@ -218,11 +172,11 @@ def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: Check
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
-    tied_now = aliases_of({name: identity(state[name]) for name in saved})
-    tied_before = aliases_of({name: reader.original(weight_name(name)) for name in saved})
+    aliases_now = aliases_by_key({name: storage_key(state[name]) for name in saved})
+    aliases_before = aliases_by_key({name: reader.stored_name(weight_name(name)) for name in saved})
 
     for name in saved:
-        if tied_now.get(name) != tied_before.get(name):
+        if aliases_now.get(name) != aliases_before.get(name):
             here, there = "in this model", "in the checkpoint"
-            tied, untied = (here, there) if name in tied_now else (there, here)
+            tied, untied = (here, there) if name in aliases_now else (there, here)
             raise different_model(f"{name!r} is tied to another parameter {tied}, but not {untied}")

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
-from lockstep.checkpoint.state.model_state import different_model
-from lockstep.checkpoint.state.reshard import read_state_like
+from lockstep.checkpoint.state.reshard import different_model, read_state_like
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
@@ -33,7 +32,7 @@ class OptimizerStates:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, held_elsewhere: Collection[str]):
-        """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold."""
+        """`held_elsewhere`: see `Placement`."""
         self.model = model
         self.optimizers = optimizers
         self._held_elsewhere = held_elsewhere
@@ -41,7 +40,7 @@ class OptimizerStates:
 
         # The options of the parameter groups as the user's code set them. A resumed run compares them with saved ones.
         # Tensors are copied, since an optimizer may change them in place.
-        self._initial_options = [
+        self._options_at_start = [
             [{key: _copied(value) for key, value in group.items()} for group in _group_options(optimizer)]
             for optimizer in optimizers.all
         ]
@@ -72,14 +71,18 @@ class OptimizerStates:
                 name = names[id(p)]
                 packed_state[name] = pack_into(tensors, state, f"{prefix}.{name}", parameter=name, copy_later=True)
 
-        # The keys are part of the file format (see CONTRIBUTING). The options of the parameter groups are saved as the
-        # user's code set them ("initial"), and as they are now ("settings"), since some optimizers change them.
+        # The options of the parameter groups are saved as the user's code set them, and as they are now, since some
+        # optimizers change them.
+        options_at_start = pack_into(tensors, self._options_at_start[number], f"{prefix}.initial")
+        options_at_save = pack_into(tensors, _group_options(optimizer), f"{prefix}.settings")
+
+        # The keys are part of the file format (see CONTRIBUTING).
         return {
             "kind": type(optimizer).__name__,
             "state": packed_state,
             "params": [[names[id(p)] for p in group] for group in self.optimizers.groups[number]],
-            "initial": pack_into(tensors, self._initial_options[number], f"{prefix}.initial"),
-            "settings": pack_into(tensors, _group_options(optimizer), f"{prefix}.settings"),
+            "initial": options_at_start,
+            "settings": options_at_save,
         }
 
     def estimated_bytes(self) -> int:
@@ -168,21 +171,22 @@ class OptimizerStates:
         optimizers keep counters there, and some add theirs in the first step().
         """
         options = _group_options(self.optimizers.all[number])
-        initial = unpack(saved["initial"], reader.read, self._device)
-        at_save = unpack(saved["settings"], reader.read, self._device)
+        options_at_start = unpack(saved["initial"], reader.read, self._device)
+        options_at_save = unpack(saved["settings"], reader.read, self._device)
 
         # Groups have no names, so they cannot be matched if their number differs.
-        if len(initial) != len(options):
-            change = f"optimizer {number} has {len(options)} parameter groups, {len(initial)} when it was saved"
+        if len(options_at_start) != len(options):
+            before = len(options_at_start)
+            change = f"optimizer {number} has {len(options)} parameter groups, {before} when it was saved"
             return [change], options
 
         # Compare the options that the user's code sets now with those that it set when the run began.
         changed = []
 
-        for group, (now, before) in enumerate(zip(self._initial_options[number], initial, strict=True)):
+        for group, (now, before) in enumerate(zip(self._options_at_start[number], options_at_start, strict=True)):
             different = _different_keys(before, now)
             kept = {key: value for key, value in options[group].items() if key in different & now.keys()}
-            as_saved = {key: value for key, value in at_save[group].items() if key not in different}
+            as_saved = {key: value for key, value in options_at_save[group].items() if key not in different}
             options[group] = kept | as_saved
 
             # `fused` depends on the device and does not change results.

@@ -6,7 +6,8 @@ tensor is replicated: one of the ranks that hold it writes it, and all ranks tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.encoding import CapturedTensor
+from lockstep.errors import UserError
 from lockstep.runtime.shards import (
     LocalShard,
     balance,
@@ -23,6 +25,21 @@ from lockstep.runtime.shards import (
     is_sharded_by_rows,
     shard_of,
 )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks hold the parameters of a model. By default every rank holds all of them."""
+
+    # Parameters that the model of this rank has by name, but that only other ranks hold: in a pipeline.
+    held_elsewhere: Collection[str] = ()
+
+    # Whether no rank lacks a parameter.
+    all_on_every_rank: bool = True
+
+    # Parameters whose identical shard a lower rank also holds, so that this rank need not write them.
+    duplicates: Collection[str] = ()
+
 
 # ---- writing ----
 
@@ -40,12 +57,12 @@ def shards_to_write(
     tensors: Mapping[str, CapturedTensor],
     rank: int,
     sizes: list[dict[str, int]],
-    duplicates: frozenset[str] = frozenset(),
+    duplicates: Collection[str] = (),
 ) -> dict[str, LocalShard]:
     """Return what this rank writes: its shards, and some of the replicated tensors, balanced by bytes.
 
     `sizes` holds the `replicated_sizes` of each rank.
-    `duplicates`: see `RankRole.duplicates`.
+    `duplicates`: see `Placement`.
     """
     # Every rank computes the writers of all replicated tensors.
     writers = _writers(sizes)
@@ -77,8 +94,15 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
 
 
 def read_into(target: Tensor, name: str, reader: CheckpointReader) -> None:
-    """Read the tensor `name` into `target`: this rank's shard of it, or all of it if it is replicated."""
+    """Read the tensor `name` into `target`: this rank's shard of it, or all of it if it is replicated.
+
+    Raise a UserError if the tensor was saved with another shape. A slice of it would fit, with the wrong elements.
+    """
     shard = shard_of(target)
+    saved = reader.shape(name)
+    if saved != shard.full_shape:
+        raise different_model(f"{name!r} has shape {saved} in the checkpoint and {shard.full_shape} in this run")
+
     with torch.no_grad():
         shard.local.copy_(reader.read_slice(name, shard.offset, shard.local.shape))
 
@@ -105,3 +129,12 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
         return dtensor_by_rows(reader.read_slice(name, offset, size), parameter, shape)
 
     return dtensor_by_rows(reader.read(name), parameter, shape, replicate=True)
+
+
+def different_model(found: str) -> UserError:
+    """Return the error for a checkpoint of another model. `found` is the first difference."""
+    return UserError(
+        "the model differs from the model in the checkpoint",
+        found,
+        "restore the task and its options as they were, or start a new run (leave --resume out)",
+    )

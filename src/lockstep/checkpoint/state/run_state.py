@@ -13,19 +13,20 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import Contents
+from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
+from lockstep.checkpoint.state.loop_state import LoopState
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.state.reshard import Placement, replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -35,7 +36,7 @@ from lockstep.checkpoint.state.stateful import (
     restore_parameter_tensors,
 )
 from lockstep.config.changes import Change
-from lockstep.errors import UserError
+from lockstep.errors import UserError, listed_ranks
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.shards import LocalShard
@@ -52,7 +53,7 @@ class CapturedState(NamedTuple):
     aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
     json_state: JsonDict
 
-    # What the state_dict() of each stateful object returned, which `json_state` and `tensors` encode.
+    # What the state_dict() of each stateful object returned. `json_state` and `tensors` encode it.
     states: dict[str, Any]
 
 
@@ -73,9 +74,7 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        held_elsewhere: Collection[str] = (),
-        same_parameters: bool = True,
-        duplicates: frozenset[str] = frozenset(),
+        placement: Placement = Placement(),
         on_any_rank: Callable[[bool], bool] = bool,
     ):
         """Keep references to the objects of a run; nothing is copied.
@@ -83,9 +82,6 @@ class RunState:
         `registered`: the task, objects that the user's loop registered, and others, but not the data source.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `frozen_advice`: see `Task`.
-        `held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold.
-        `same_parameters`: whether this is so on no rank.
-        `duplicates`: see `RankRole.duplicates`.
         `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
         """
         self.model = model
@@ -93,56 +89,24 @@ class RunState:
         self.stepper = stepper
         self.source = source
         self.registered = registered
-        self._duplicates = duplicates
+        self.loop = LoopState()
+        self._placement = placement
         self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
-        # See `add_to_loop`. The last is what the checkpoint has for them from which the run was resumed.
-        self._loop: dict[str, Stateful] = {}
-        self._not_rewound: set[str] = set()
-        self._saved_loop: JsonDict | None = None
-
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self._same_on_all_ranks = same_parameters and not optimizers.sharded
+        self._same_on_all_ranks = placement.all_on_every_rank and not optimizers.sharded
 
         self._device = next(model.parameters()).device
-        self._model_state = ModelState(model, optimizers, held_elsewhere, keep_frozen, on_any_rank)
-        self._optimizer_states = OptimizerStates(model, optimizers, held_elsewhere)
-
-    # ---- the loop ----
-
-    def add_to_loop(self, name: str, stateful: Stateful, rewound: bool = True) -> None:
-        """Save what an object of the loop keeps between two steps, and restore it now if the run was resumed.
-
-        For objects that are made when the state of the others is restored, because they need the plan. Their state is
-        plain values, each with a default: an older version may not have saved it. `rewound`: whether a rewind restores
-        it, too.
-        """
-        assert name not in self._loop, name
-        self._loop[name] = stateful
-        if not rewound:
-            self._not_rewound.add(name)
-
-        if self._saved_loop is not None:
-            stateful.load_state_dict(self._saved_loop.get(name, {}))
-
-    def loop_state(self) -> JsonDict:
-        """Return the state of all objects of the loop. Collective."""
-        return {name: stateful.state_dict() for name, stateful in self._loop.items()}
-
-    def _restore_loop(self, saved: JsonDict) -> None:
-        # At the start there are none yet; in a rewind there are.
-        self._saved_loop = saved
-        for name, stateful in self._loop.items():
-            if name not in self._not_rewound:
-                stateful.load_state_dict(saved.get(name, {}))
+        self._model_state = ModelState(model, optimizers, placement.held_elsewhere, keep_frozen, on_any_rank)
+        self._optimizer_states = OptimizerStates(model, optimizers, placement.held_elsewhere)
 
     # ---- saving ----
 
-    def contents(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> Contents:
+    def contents_of_rank(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> RankContents:
         """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
 
-        `run_values`: these values, except the state of the run and of its loop.
+        `run_values` are the values that do not come from here: the settings, the plan, the versions.
         """
         # Rank 0 writes the JSON state of all ranks, which may hold different parameters.
         captured = self.capture()
@@ -156,11 +120,11 @@ class RunState:
             self._ranks_compared = True
 
         no_tensors: dict[str, Tensor] = {}
-        values = {"state": json_state, **pack({**run_values, "loop": self.loop_state()}, "values", no_tensors)}
+        values = {"state": json_state, **pack({**run_values, "loop": self.loop.state_dict()}, "values", no_tensors)}
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
 
         later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
-        return Contents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
+        return RankContents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
 
     def shards_of(self, tensors: dict[str, CapturedTensor], runtime: Runtime) -> dict[str, LocalShard]:
         """Return what this rank writes of the tensors that all ranks have captured. Collective."""
@@ -169,7 +133,20 @@ class RunState:
         # If all ranks hold the same tensors, no exchange is needed.
         same = self._same_on_all_ranks
         all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.gather_json(sizes)
-        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._duplicates)
+        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._placement.duplicates)
+
+    def check_same_names(self, runtime: Runtime) -> None:
+        """Raise a UserError unless all ranks have registered objects of the same names. Collective."""
+        names = [set(rank_names) for rank_names in runtime.collectives.gather_json(sorted(self.registered))]
+        everywhere = set.intersection(*names)
+        for rank, rank_names in enumerate(names):
+            for name in sorted(rank_names - everywhere):
+                lacking = listed_ranks([other for other in range(len(names)) if name not in names[other]])
+                raise UserError(
+                    f"{name!r} is saved with the run by rank {rank}, but not by {lacking}",
+                    "a checkpoint has one state for all ranks",
+                    "register it on every rank, with run.register or as a callback",
+                )
 
     def _warn_of_differences(self, captured: CapturedState, runtime: Runtime, log_event: EventLogger) -> None:
         """Warn if the state of an object differs between ranks, because only rank 0's is saved."""
@@ -188,7 +165,7 @@ class RunState:
         captured.json_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
         captured.json_state["next_samples"] = next_samples(self.source)
 
-        # The stepper has state only between two steps, and no tensors.
+        # Between two steps, the state of the stepper is a few counters, without tensors.
         stepper_tensors: dict[str, Tensor] = {}
         captured.json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
         assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
@@ -241,7 +218,7 @@ class RunState:
         check_values(reader, "state")
         with _noted(reader), reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings)
-            self._restore_loop(unpack(values.get("loop", {}), reader.read, self._device))
+            self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))
 
         return changes
 
@@ -271,7 +248,7 @@ class RunState:
 
     def _check_required(self, json_state: JsonDict) -> None:
         """Check that the callbacks with state have the names that they had, before anything is changed."""
-        # An older version has not saved which ones are required.
+        # An older version did not save which names are required.
         before = set(json_state.get("required", ()))
         now = {name for name in self.registered.required if self.registered[name].state_dict()}
         differences = {
@@ -308,7 +285,7 @@ class RunState:
         """Return a line for each object in the checkpoint that this run does not have any more."""
         gone = [name for name, state in states.items() if state and name not in self.registered]
 
-        # Those that had a tensor for each parameter, and perhaps nothing else.
+        # An object may have left nothing but a tensor for each parameter.
         known = tuple(f"{name}." for name in (*TENSOR_KINDS, *self.registered, *gone))
         gone += sorted({name.partition(".")[0] for name in reader.names() if not name.startswith(known)})
         return [f"{name}: in the checkpoint, but not in use here" for name in gone]
@@ -339,8 +316,8 @@ def check_values(reader: CheckpointReader, *keys: str) -> None:
 def _noted(reader: CheckpointReader) -> Iterator[None]:
     """Add to an error which checkpoint was being restored.
 
-    Its digest is valid. So it is an error of an object's `load_state_dict`, or the values are not those that this
-    version saves.
+    The digest of the checkpoint is valid. So the error comes from the `load_state_dict` of an object, or from values
+    that another version has saved.
     """
     try:
         yield

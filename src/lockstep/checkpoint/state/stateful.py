@@ -17,7 +17,7 @@ from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import read_into
 from lockstep.errors import UserError, plural
 
-# The first words of the names of all tensors, except those of a `PerParameter`.
+# How the names of all tensors begin, except those of a `PerParameter`.
 TENSOR_KINDS = (MODEL, "optimizer", "extra", "stateful")
 
 
@@ -40,7 +40,7 @@ class PerParameter(Stateful, Protocol):
     them while training waits. If `copy_later` is true, they must change only after `Update.wait_for_copy`.
     """
 
-    # By the parameter's name, those that this rank holds. They exist from the start, and stay the same objects.
+    # The tensors that this rank holds, by the name of the parameter. They exist from the start, and are never replaced.
     parameter_tensors: Mapping[str, Tensor]
 
     def restart(self, names: Collection[str], /) -> None:
@@ -76,7 +76,7 @@ class RegisteredState(dict[str, Stateful]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_open = True  # until a checkpoint is looked for: what came later would be saved, and not restored
+        self.is_open = True  # until the run resumes: what is added later would be saved, but never restored
 
         # Names that must be in both the checkpoint and the resumed run, or in neither. All others may come and go.
         self.required: set[str] = set()
@@ -101,7 +101,7 @@ class RegisteredState(dict[str, Stateful]):
         if has_tensors and not hasattr(stateful, "restart"):
             raise UserError(
                 f"{name!r} cannot be saved with the run: it has parameter_tensors and no restart(names)",
-                "it is called for parameters that a checkpoint has no tensor of",
+                "a resume calls it for the parameters of which a checkpoint has no tensor",
                 "add restart(names), which lets the tensors of these parameters begin afresh",
             )
 

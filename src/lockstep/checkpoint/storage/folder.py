@@ -25,6 +25,7 @@ from pathlib import Path
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
 from lockstep.files import open_regular, read_bytes, replacing
+from lockstep.run_folder.checkpoint_facts import folders_in
 from lockstep.run_folder.checkpoint_names import (
     DELETED_PREFIX,
     TENSOR_SUFFIX,
@@ -35,7 +36,6 @@ from lockstep.run_folder.checkpoint_names import (
     object_url,
 )
 from lockstep.run_folder.paths import CHECKPOINTS
-from lockstep.run_folder.run_dir import folders_in
 
 
 class NotDurable(OSError):
@@ -122,8 +122,8 @@ class CheckpointStorage:
 
         Unless it is `durable`, it may be old, empty or missing after a power cut.
         """
-        # Most without an fsync, which takes a millisecond or more: those are messages to running processes, and a
-        # power cut ends these as well. The next start claims the storage anew, and lists the checkpoints themselves.
+        # Most of these files are messages to running processes, which a power cut ends as well. They need no fsync,
+        # which takes a millisecond or more: the next start claims the storage anew, and lists the checkpoints itself.
         path = self.root / key
         with replacing(path, str(os.getpid())) as temporary, create_file(temporary) as file:
             write_all(file.fileno(), memoryview(data))
@@ -239,11 +239,11 @@ def _delete_with_object(url_file: Path) -> None:
 
     # The file first gets another name: a rank that still writes the object sees by it that it must delete the object
     # itself. As long as the object exists, its URL must not be lost.
-    marked = _to_delete(url_file)
+    renamed = _to_delete(url_file)
     with suppress(FileNotFoundError):  # another rank may delete it at this moment
-        url_file.rename(marked)
+        url_file.rename(renamed)
         open_store(url).delete(url)
-        marked.unlink()
+        renamed.unlink()
 
 
 def _to_delete(url_file: Path) -> Path:

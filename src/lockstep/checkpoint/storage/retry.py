@@ -1,4 +1,4 @@
-"""What all ranks do alike while the checkpoints are out of reach: they try again, and give up together."""
+"""Retry together while the checkpoints are unreachable: all ranks try again, and give up at the same time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 
-# Errors that stay until somebody makes room, or grants permission: a run does not wait.
+# Errors that last until somebody makes room, or grants permission. A run does not wait after them.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EROFS)
 
-# What to do about files that cannot be read or written now.
-OR_WAIT = ", or wait until the file server or the object store is back"
+# What to do about files that cannot be read or written.
 READ_FIX = "let this user read the files"
 WRITE_FIX = "let this user write to the folder"
 
@@ -34,7 +33,7 @@ Answer = TypeVar("Answer")
 
 
 class StorageUnavailable(UserError):
-    """The checkpoints cannot be listed or claimed now, or one cannot be read, which may be whole.
+    """The checkpoints cannot be listed or claimed now, or a checkpoint that may be intact cannot be read.
 
     To resume from an older one instead would lose progress.
     """
@@ -71,7 +70,7 @@ def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answ
             if left <= 0:
                 raise
 
-            # Once, and not as an event: the terminal shows events only when the run has been set up.
+            # Print it once, and not as an event: the terminal shows events only after the set-up of the run.
             if runtime.is_main and pause == FIRST_PAUSE_S:
                 text = f"{error.problem} ({error.found}); trying again for {timeout_s:g} s (checkpoint.timeout)"
                 print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
@@ -116,4 +115,9 @@ def _not_done(problem: str, found: str, fix: str, numbers: set[int | None]) -> U
     if numbers.intersection(NO_RIGHT):
         return UserError(problem, found, f"{fix}, and try again")
 
-    return StorageUnavailable(problem, found, f"{fix}{OR_WAIT}, and try again")
+    return StorageUnavailable(problem, found, or_wait(fix))
+
+
+def or_wait(fix: str) -> str:
+    """Return the advice for files that cannot be read or written now: `fix`, unless waiting helps."""
+    return f"{fix}, or wait until the file server or the object store is back, and try again"

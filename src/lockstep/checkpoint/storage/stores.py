@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from lockstep.checkpoint.storage.files import free_bytes, sync_names, write_file
+from lockstep.checkpoint.storage.safe_store import SafeStore
 from lockstep.errors import UserError
 from lockstep.files import open_regular
 from lockstep.run_folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
@@ -134,14 +135,14 @@ STORES: dict[str, TensorStore] = {"file": LocalFiles(), "local": LocalFiles()}
 _OTHERS = FsspecStore()
 
 
-def open_store(url: str) -> _SafeStore:
+def open_store(url: str) -> SafeStore:
     """Return the store of this URL. A user's class must have been allowed."""
     scheme = _scheme_of(url)
     if is_class_name(scheme) and scheme not in STORES:
         why = f"a store that was not allowed: set checkpoint.store={scheme}://FOLDER, or add --store {scheme}"
         raise OSError(errno.EACCES, why, url)  # a run does not wait after this error
 
-    return _SafeStore(STORES.get(scheme, _OTHERS))
+    return SafeStore(STORES.get(scheme, _OTHERS))
 
 
 def allow_store(name: str) -> None:
@@ -198,82 +199,3 @@ def _check_scheme(url: str, example: str) -> None:
 
 def _scheme_of(url: str) -> str:
     return url.partition("://")[0]
-
-
-class _SafeStore:
-    """A store whose exceptions are OSErrors, which cost a checkpoint, but not the run."""
-
-    def __init__(self, store: TensorStore):
-        self._store = store
-
-    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
-        # An exception of the save itself is not one of the store.
-        raised: list[Exception] = []
-
-        def watched() -> Iterator[memoryview]:
-            try:
-                yield from chunks
-            except Exception as error:
-                raised.append(error)
-                raise
-
-        with _as_os_error(url, raised):
-            self._store.write(url, watched())
-
-    def open(self, url: str) -> io.BufferedIOBase:
-        with _as_os_error(url):
-            return io.BufferedReader(_SafeReader(self._store.open(url), url))
-
-    def delete(self, url: str) -> None:
-        with suppress(FileNotFoundError), _as_os_error(url):
-            self._store.delete(url)
-
-    def free_bytes(self, url: str) -> int | None:
-        """Return how many bytes can still be written below this URL; None if the store does not say it."""
-        with _as_os_error(url):
-            measure = getattr(self._store, "free_bytes", None)
-            return measure(url) if measure else None
-
-
-class _SafeReader(io.RawIOBase):
-    """Reads a stream of a store. Whatever that raises becomes an OSError."""
-
-    def __init__(self, file: Any, url: str):
-        super().__init__()
-        self._file = file
-        self._url = url
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        with _as_os_error(self._url):
-            return self._file.readinto(buffer)
-
-    def seek(self, position: int, whence: int = 0) -> int:
-        with _as_os_error(self._url):
-            return self._file.seek(position, whence)
-
-    def close(self) -> None:
-        if not self.closed:
-            with _as_os_error(self._url):
-                self._file.close()
-
-        super().close()
-
-
-@contextmanager
-def _as_os_error(url: str, passed: Iterable[Exception] = ()) -> Iterator[None]:
-    """Turn exceptions into OSError, except those that are `passed`."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        if any(error is other for other in passed):
-            raise
-
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error

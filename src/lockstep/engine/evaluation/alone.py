@@ -5,8 +5,6 @@ The evaluator is the one of training, so the same weights give the same numbers 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 
 from lockstep.checkpoint.choose import checkpoints_at
@@ -95,9 +93,8 @@ def _restore_more(task: Task, trained: TrainedModel, builder: RunBuilder) -> int
 
     Return the number of steps that trained the weights; 0 for a file.
     """
-    assert builder.config.init_from is not None
-    path = Path(builder.config.init_from)
-    storage, name = checkpoints_at(path)
+    assert builder.init_from is not None
+    storage, name = checkpoints_at(builder.init_from)
     if name is None:
         return 0
 

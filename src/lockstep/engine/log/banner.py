@@ -32,7 +32,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.resume import Resumed
+    from lockstep.checkpoint.loading.resume import Resumed
     from lockstep.observe.run_folder import RunFolder
 
 MAX_PIDS = 16  # at most this many are listed
@@ -199,7 +199,7 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
     ranks = plural(resumed.world_size, "rank")
-    text = f"at step {resumed.steps_done} from {folder.as_shown(resumed.location)}, written by {ranks}"
+    text = f"at step {resumed.step} from {folder.as_shown(resumed.location)}, written by {ranks}"
 
     # Settings, versions and the world size may change between two attempts of a run. Report all such changes.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text

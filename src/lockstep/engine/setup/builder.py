@@ -13,6 +13,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -64,6 +65,7 @@ class RunBuilder:
     recorder: Recorder
     precision: Precision
     run_class: type[Run]
+    init_from: Path | None  # the full path of `config.init_from`: the user's code may change the working folder
     clock: RunClock = field(default_factory=RunClock)
     registered: RegisteredState = field(default_factory=RegisteredState)  # what checkpoints hold besides the model
     callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
@@ -124,8 +126,10 @@ class RunBuilder:
 
         # Before the optimizers, which may copy the weights.
         initial = None
-        if self.config.init_from:
-            initial = initial_weights(driver, self.config, self.runtime, self.folder, self.recorder.event)
+        if self.init_from:
+            initial = initial_weights(
+                driver, self.init_from, self.config, self.runtime, self.folder, self.recorder.event
+            )
             self.registered.add("init_from", initial)
 
         # Make the optimizers after sharding, so that their state matches the shards.
@@ -293,6 +297,7 @@ def open_run(
         recorder=recorder,
         precision=precision,
         run_class=run_class,
+        init_from=Path(config.init_from).absolute() if config.init_from else None,
     )
 
     # Only here are the settings complete.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.state.model_state import frozen_names
+from lockstep.checkpoint.state.tensor_names import frozen_names
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
@@ -42,25 +43,25 @@ def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> Non
 
 
 def initial_weights(
-    driver: Driver, config: RunConfig, runtime: Runtime, folder: RunFolder, log_event: EventLogger
+    driver: Driver, path: Path, config: RunConfig, runtime: Runtime, folder: RunFolder, log_event: EventLogger
 ) -> InitialWeights:
-    """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
+    """Read the weights at `path` (`init_from`).
+
+    If the run will resume, read only those that its checkpoints leave out.
+    """
     assert config.init_from is not None
 
-    def has_checkpoint() -> bool:
-        return bool(committed(CheckpointStorage.of_run(folder.path)))
-
-    # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
-    # out.
+    # None reads all weights. If the run resumes, its checkpoint replaces them, except frozen ones that it leaves out.
     only = None
-    if runtime.collectives.run_on_rank0(lambda: folder.start_from.will_load(has_checkpoint)):
+    has_checkpoint = runtime.collectives.run_on_rank0(lambda: bool(committed(CheckpointStorage.of_run(folder.path))))
+    if folder.start_from.will_load(has_checkpoint):
         only = set() if config.checkpoint.frozen else frozen_names(driver.model)
         if not only:
             return InitialWeights(config.init_from)
 
     # In a pipeline a rank holds only the parameters of its stages.
     elsewhere = driver.role.held_elsewhere
-    return load_initial_weights(driver.model.state_dict(), config, runtime, log_event, elsewhere, only)
+    return load_initial_weights(driver.model.state_dict(), path, config, runtime, log_event, elsewhere, only)
 
 
 def wrap_optimizers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.resume import Resumed
+from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.settings import check_epochs_countable

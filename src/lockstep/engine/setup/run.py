@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.resume import Resumed
+from lockstep.checkpoint.state.reshard import Placement
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
@@ -67,13 +68,13 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
-    # A rewind takes back neither the time that has passed nor what was requested.
-    state = checkpoints.state
-    state.add_to_loop("clock", builder.clock, rewound=False)
+    # A rewind keeps the elapsed time and the requests.
+    loop = checkpoints.state.loop
+    loop.add("clock", builder.clock, rewinds=False)
     evaluations = _make_evaluations(builder, plan, stepper, requests)
-    state.add_to_loop("log", log)
-    state.add_to_loop("requests", requests, rewound=False)
-    state.add_to_loop("evaluations", evaluations)
+    loop.add("log", log)
+    loop.add("requests", requests, rewinds=False)
+    loop.add("evaluations", evaluations)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
@@ -113,7 +114,7 @@ def _begin(run: Run, builder: RunBuilder) -> None:
         average.restart(average.parameter_tensors)
 
     # `rewind` needs a checkpoint to return to, even before the first one is due.
-    run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
+    run.checkpoints.rewinder.ensure_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
         add_profile(run, builder.task.loss if builder.task else None)
@@ -220,6 +221,7 @@ def _open_checkpoints(
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
     builder.registered.is_open = False
+    role = trained.driver.role
     state = RunState(
         model=trained.driver.model,
         optimizers=trained.optimizers,
@@ -228,9 +230,7 @@ def _open_checkpoints(
         registered=builder.registered,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        held_elsewhere=trained.driver.role.held_elsewhere,
-        same_parameters=not trained.driver.role.holders,
-        duplicates=trained.driver.role.duplicates,
+        placement=Placement(role.held_elsewhere, all_on_every_rank=not role.holders, duplicates=role.duplicates),
         on_any_rank=builder.runtime.collectives.any,
     )
 
@@ -285,7 +285,7 @@ def _describe_weights(
 
 def _continue_records(builder: RunBuilder, resumed: Resumed, requests: Requests, plan: Plan) -> str:
     """Continue the log of a resumed run. Return a line for the banner."""
-    steps_done = resumed.steps_done
+    steps_done = resumed.step
     check_steps_left(plan.steps, steps_done)
 
     # If no step follows, no new log line will be written, but the summary needs the last one.

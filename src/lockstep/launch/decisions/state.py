@@ -14,8 +14,8 @@ from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobSta
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Job, Settings
 from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, SaveAndExit
+from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 from lockstep.run_folder.names import LOGS
-from lockstep.run_folder.run_dir import CheckpointFacts
 
 
 class JobState:

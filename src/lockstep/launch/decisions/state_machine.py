@@ -52,7 +52,7 @@ from lockstep.launch.wire.messages import (
     ToCoordinator,
     ranges,
 )
-from lockstep.run_folder.run_dir import CheckpointFacts
+from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 
 
 class JobStateMachine:

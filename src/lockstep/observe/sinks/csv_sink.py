@@ -56,5 +56,5 @@ class CsvSink(Sink):
         self._columns = [*self._columns, *new]
 
         # A reader never sees half of the new file.
-        with replacing(self.path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+        with replacing(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([self._columns, *self._rows()[1:]])

@@ -34,7 +34,7 @@ from lockstep.launch.wire.messages import (
     decode,
     encode,
 )
-from lockstep.run_folder.run_dir import CheckpointFacts
+from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 
 ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 

@@ -1,4 +1,4 @@
-"""Finds the newest valid checkpoint. All ranks agree on it before any of them changes a weight.
+"""Find the newest valid checkpoint. All ranks agree on it before any of them changes a weight.
 
 Every byte is verified against its digest before a tensor is used.
 """
@@ -14,8 +14,8 @@ from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.retry import OR_WAIT, READ_FIX, Gather, StorageUnavailable, retry, run_on_all_ranks
-from lockstep.checkpoint.storage.rules import committed, owner_of
+from lockstep.checkpoint.storage.retry import READ_FIX, Gather, StorageUnavailable, or_wait, retry, run_on_all_ranks
+from lockstep.checkpoint.storage.transitions import committed, owner_of
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
@@ -84,7 +84,7 @@ def newest_valid(
             return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], beat)
 
         # A run that is alive may have deleted it meanwhile. That is no damage, and there is a newer one now.
-        _, exists = _look(storage, gather, checkpoint.exists)
+        _, exists = run_on_all_ranks(gather, checkpoint.exists, _cannot_list(storage))
         if not exists[0]:
             gone += 1
             if only or gone == MAX_GONE:
@@ -144,13 +144,14 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
 
     All ranks raise StorageUnavailable if any of them cannot look.
     """
+    look = partial(run_on_all_ranks, gather, problem=_cannot_list(storage))
     looks = 0
     while True:
         # This is also a barrier: rank 0 has claimed the folder before.
-        listed, lists = _look(storage, gather, partial(_names, storage, only))
+        listed, lists = look(partial(_names, storage, only))
         names = lists[0]
 
-        _, seen = _look(storage, gather, partial(_seen_here, storage, names, listed))
+        _, seen = look(partial(_seen_here, storage, names, listed))
         differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
 
         if not differing:
@@ -164,9 +165,8 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
         time.sleep(LOOK_PAUSE_S)
 
 
-def _look(storage: CheckpointStorage, gather: Gather, act: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """Return what `act` finds on this rank, and on all ranks. Collective."""
-    return run_on_all_ranks(gather, act, f"the checkpoints in {storage.root} cannot be listed")
+def _cannot_list(storage: CheckpointStorage) -> str:
+    return f"the checkpoints in {storage.root} cannot be listed"
 
 
 def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
@@ -182,7 +182,7 @@ def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) 
 
 def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
     """Return one error for all problems of a checkpoint."""
-    # The first of these kinds that any rank found counts.
+    # Ranks may find problems of different kinds. The first of these kinds that any rank has found counts.
     labels = {problem.label for problem in problems}
     kind = next(kind for kind in (Damaged, Forbidden, Unreadable, WrongFormat) if kind.label in labels)
 
@@ -193,27 +193,27 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
 
 
 def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
-    """Return the error for a checkpoint that may be whole, but cannot be loaded. `older` is the one before it."""
+    """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
     # A file server may come back, but neither a permission nor a version of Lockstep does: the run waits for the first.
     if isinstance(problem, Forbidden):
         kind, fix = UserError, f"{READ_FIX}, and try again"
     elif isinstance(problem, Unreadable):
-        kind, fix = StorageUnavailable, f"{READ_FIX}{OR_WAIT}, and try again"
+        kind, fix = StorageUnavailable, or_wait(READ_FIX)
     else:
         kind, fix = UserError, "use the version of Lockstep that wrote it, or choose another one: lockstep ckpt ls RUN"
 
     if older:
         fix += f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
 
-    return kind(f"the checkpoint {problem.checkpoint.path} {problem.verdict}", str(problem), fix)
+    return kind(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), fix)
 
 
 def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:
-    """Return the error for a run whose checkpoints are all damaged, or for one that was asked for and is damaged."""
+    """Return the error for a run whose checkpoints are all damaged, or for the one that the user named."""
     what = f"the checkpoint {damaged[0].checkpoint.path}" if only else f"every checkpoint in {storage.root}"
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
     found = "; ".join(map(str, damaged))
-    return UserError(f"{what} {Damaged.verdict}", found, f"restore the files, or {way_out}")
+    return UserError(f"{what} {Damaged.predicate}", found, f"restore the files, or {way_out}")
 
 
 def _not_shared(found: str) -> UserError:

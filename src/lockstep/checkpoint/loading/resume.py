@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and restores a run from it.
+"""Find the checkpoint to resume from, and restore a run from it.
 
 `CheckpointManager` decides when: at the start, and when a run rewinds. All ranks call these methods together.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.loading.search import wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState, check_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
-from lockstep.checkpoint.storage.rules import set_aside, set_aside_after
+from lockstep.checkpoint.storage.transitions import set_aside, set_aside_later
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
@@ -34,13 +34,18 @@ RUN_VALUES = ("config", "world", "plan")
 class Resumed:
     """The result of a resume or a rewind."""
 
-    steps_done: int
+    step: int
     location: str  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
-    changes: list[str]  # all differences, as text, including `changed_settings`
+    other_changes: list[str]  # since the save, besides `changed_settings`
     is_own: bool  # whether it was one of this run's own checkpoints, and not one that was set aside
+
+    @property
+    def changes(self) -> list[str]:
+        """All changes since the save, as text."""
+        return [*map(str, self.changed_settings), *self.other_changes]
 
 
 class Resumer:
@@ -64,18 +69,12 @@ class Resumer:
 
     def find(self, start: StartFrom) -> CheckpointReader | None:
         """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
-        reader = self.find_newest() if start.newest else None
-        if reader is None and start.named:
-            reader = self._find_named(Path(start.named))
+        reader = self._find(self.storage) if start.newest else None
+        if reader is not None or start.named is None:
+            return reader
 
-        return reader
-
-    def find_newest(self) -> CheckpointReader | None:
-        """Find this run's newest valid checkpoint; None if it has none. Collective."""
-        return self._find(self.storage)
-
-    def _find_named(self, path: Path) -> CheckpointReader:
-        """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used. Collective."""
+        # --resume names a checkpoint, or a run, whose newest valid checkpoint is used.
+        path = Path(start.named)
         reader = self._find(*checkpoints_at(path))
         if reader is None:
             raise UserError(
@@ -96,7 +95,7 @@ class Resumer:
         return reader
 
     def _report_skipped(self, reader: CheckpointReader) -> None:
-        """Warn about newer checkpoints, which are damaged. If they are this run's, they are set aside. Collective."""
+        """Warn about the newer checkpoints, which are all damaged, and set aside those of this run. Collective."""
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
             text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
@@ -116,26 +115,26 @@ class Resumer:
         changed_settings = config_changes(values["config"], self.config)
         self._check_fixed(changed_settings)
         other_changes = self.state.restore(reader, values, changed_settings)
-        steps_done = reader.manifest.step
+        step = reader.manifest.step
 
-        # --resume may name a checkpoint that was set aside, which is never the newest one.
+        # --resume may name a checkpoint that was set aside. It is not among those that the run keeps.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
-        # Set aside later checkpoints of this run: it goes back to this step and will write them again. If this one was
-        # set aside before, another one may have the name of its step. All ranks wait here, because none may save before
-        # that. The storage of another run must not change.
-        last_kept = steps_done if is_own else steps_done - 1
-        self._set_own_aside(reader.checkpoint.storage, partial(set_aside_after, self.storage, last_kept))
+        # Set aside the later checkpoints of this run, which will write them again. If the loaded one was set aside
+        # before, another checkpoint may have the name of its step: that one counts as later, too. The storage of
+        # another run must not change. All ranks wait here, because none may save before this is done.
+        last_kept = step if is_own else step - 1
+        self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
-        reseed_at(self.config.seed, steps_done)
+        reseed_at(self.config.seed, step)
 
         return Resumed(
-            steps_done=steps_done,
+            step=step,
             location=str(reader.checkpoint.path),
             world_size=values["world"],
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
-            changes=[*map(str, changed_settings), *other_changes],
+            other_changes=other_changes,
             is_own=is_own,
         )
 

@@ -1,6 +1,6 @@
-"""The rules of a commit: who may commit, how a draft becomes a checkpoint, and how one is set aside or deleted.
+"""The transitions of a checkpoint: who may commit, how a draft becomes a checkpoint, how one is set aside or deleted.
 
-Each rule is a few renames and deletions in a `CheckpointStorage`. A kill between two of them loses no checkpoint, and
+Each is a few renames and deletions in a `CheckpointStorage`. A kill between two of them loses no checkpoint, and
 the next start does the rest.
 """
 
@@ -14,20 +14,19 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.run_folder.checkpoint_names import (
     LATEST,
     OWNER,
+    committed_names,
     is_half_deleted,
     name_aside,
     name_before_replaced,
     name_replaced,
     name_to_delete,
-    step_in,
     token_in,
 )
 
 
 def committed(storage: CheckpointStorage) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
-    checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+    return [Checkpoint(storage, name) for name in committed_names(storage.folders())]
 
 
 def claim(storage: CheckpointStorage, token: str) -> None:
@@ -89,6 +88,19 @@ def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", 
     return target
 
 
+def set_aside_later(storage: CheckpointStorage, step: int) -> None:
+    """Set aside all checkpoints after `step`: the run rewinds, or goes back, to it. After an OSError, call it again."""
+    # List the folder only once, however many checkpoints there are.
+    taken = set(storage.folders())
+    rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
+
+    for name in rewound:
+        _rename(storage, name, name_aside(name, "rewound", taken))
+
+    # Even if nothing is renamed: an earlier call may have failed here.
+    update_latest(storage)
+
+
 def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
     """Rename a draft to the name of its step: this is the commit. Raises NotDurable as `rename` does.
 
@@ -112,22 +124,6 @@ def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
         raise
 
 
-def put_back_replaced(storage: CheckpointStorage) -> None:
-    """Give checkpoints their names back whose replacement was never committed. Raises OSError."""
-    folders = storage.folders()
-    for name in folders:
-        before = name_before_replaced(name)
-        if before is None or before in folders:
-            continue
-
-        try:
-            _rename(storage, name, before)
-        except OSError:
-            # Its writer may be alive, and may have committed the other one at this moment.
-            if before not in storage.folders():
-                raise
-
-
 def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
     """Delete what this attempt has left half deleted: the store may be back. Return the first error, if there is one.
 
@@ -144,33 +140,6 @@ def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
     return failed
 
 
-def delete_replaced(storage: CheckpointStorage, token: str) -> None:
-    """Delete the checkpoints whose replacement is committed. Raises OSError."""
-    folders = storage.folders()
-    for name in folders:
-        if name_before_replaced(name) in folders:
-            delete_checkpoint(storage, name, token)
-
-
-def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
-    """Rename a folder, for any purpose but a commit: if a power cut undoes it, nothing is lost."""
-    with suppress(NotDurable):
-        storage.rename(name, to)
-
-
-def set_aside_after(storage: CheckpointStorage, step: int) -> None:
-    """Set aside all checkpoints after `step`, to which the run goes back. After an OSError, call it again."""
-    # List the folder only once, however many checkpoints there are.
-    taken = set(storage.folders())
-    rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
-
-    for name in rewound:
-        _rename(storage, name, name_aside(name, "rewound", taken))
-
-    # Even if nothing is renamed: an earlier call may have failed here.
-    update_latest(storage)
-
-
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
     """Delete a checkpoint, or one that was replaced. It is renamed first, so that no reader finds half of it."""
     step, _, _ = name.partition(".")
@@ -181,3 +150,36 @@ def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None
         _rename(storage, name, temporary)
 
     storage.delete(temporary)
+
+
+def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
+    """Rename a folder, for any purpose but a commit: if a power cut undoes it, nothing is lost."""
+    with suppress(NotDurable):
+        storage.rename(name, to)
+
+
+# ---- a step that is saved again, as classic trainers do; a run saves no step twice ----
+
+
+def put_back_replaced(storage: CheckpointStorage) -> None:
+    """Give checkpoints their names back whose replacement was never committed. Raises OSError."""
+    folders = storage.folders()
+    for name in folders:
+        before = name_before_replaced(name)
+        if before is None or before in folders:
+            continue
+
+        try:
+            _rename(storage, name, before)
+        except OSError:
+            # Its writer may be alive, and may have committed the other one at this moment.
+            if before not in storage.folders():
+                raise
+
+
+def delete_replaced(storage: CheckpointStorage, token: str) -> None:
+    """Delete the checkpoints whose replacement is committed. Raises OSError."""
+    folders = storage.folders()
+    for name in folders:
+        if name_before_replaced(name) in folders:
+            delete_checkpoint(storage, name, token)
