@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,9 @@ from lockstep.runtime.rendezvous.handshake import Secret
 
 # How long the zygote may take to say that killed ranks have ended.
 RANKS_KILL_S = 5.0
+
+# How long a zygote is tried to start, if the system refuses its process, before the node counts as unable to run ranks.
+START_ZYGOTE_S = 30.0
 
 
 class Agent:
@@ -110,7 +114,6 @@ class Agent:
     def _start(self, start: Start) -> None:
         """Start the ranks of an attempt. Those of an earlier one are gone, or are killed here."""
         self._close_attempt()
-
         self._prepare(start.count)
 
         # The zygote for this number of ranks may have been importing while the last attempt was still saving.
@@ -175,7 +178,7 @@ class Agent:
         self._next_zygote = self._new_zygote(env)
 
     def _new_zygote(self, env: dict[str, str]) -> ZygoteClient:
-        return ZygoteClient(self._job.entry, self._job.preload, env)
+        return ZygoteClient(self._job.entry, self._job.preload, env, START_ZYGOTE_S)
 
     def _collect_stacks(self, current: LocalRanks, request: int) -> None:
         """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
@@ -289,8 +292,10 @@ class Agent:
 
         # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
         attempt = self._current.attempt if self._current else None
-        text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
-        self._messages.append(NodeFailed(attempt, "import" if self._cannot_import else "zygote", text))
+        process = "the process" if self._zygote.pid is None else f"the process {self._zygote.pid}"
+        text = f"{process} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
+        unable = "setup" if self._zygote.refusal else "zygote"
+        self._messages.append(NodeFailed(attempt, "import" if self._cannot_import else unable, text))
 
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)
@@ -311,9 +316,9 @@ class Agent:
 
         return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
 
-    def sockets(self) -> list[ZygoteClient]:
+    def sockets(self) -> list[socket.socket]:
         """Return what to wait for: reports of the zygote."""
-        return [self._zygote] if self._zygote.alive else []
+        return self._zygote.sockets
 
     def _close_attempt(self) -> None:
         """Kill what is left of the current attempt, and remove its folder."""

@@ -1,5 +1,6 @@
 """The agent of a node: what it gives its ranks, and what it says of a zygote that dies and of ranks that are killed."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -115,6 +116,39 @@ def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypat
     assert message.why.endswith("did not finish its imports within 0 s")
 
 
+@pytest.mark.parametrize("for_s", [0.01, 600.0])
+def test_a_zygote_that_the_system_refuses_is_no_end_of_the_launcher(importing, monkeypatch, for_s):
+    """The error came out of `poll`, and what the agent had to report was lost."""
+    agent = importing("import time; time.sleep(600)")
+    started = subprocess.Popen
+
+    def refuse(*arguments, **options):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(module, "START_ZYGOTE_S", for_s)
+    monkeypatch.setattr(zygote_client.subprocess, "Popen", refuse)
+    monkeypatch.setattr(zygote_client, "START_RETRY_S", 0.0)
+    first = agent._zygote.pid
+    os.kill(first, signal.SIGKILL)
+    (message,) = first_messages(agent)
+    assert (message.what, message.why.split()[2]) == ("zygote", str(first))
+
+    # The next attempt finds no zygote: its ranks wait for one, or the node cannot run them.
+    agent.carry_out(START)
+    if for_s > 1:
+        assert agent.poll() == []
+        monkeypatch.setattr(zygote_client.subprocess, "Popen", started)
+        agent.poll()
+        assert agent._zygote.pid is not None
+        return
+
+    (message,) = first_messages(agent)
+    why = (
+        "the process that starts the ranks on host-a could not be started within 0 s: Resource temporarily unavailable"
+    )
+    assert message == NodeFailed(0, "setup", why)
+
+
 def test_ranks_that_do_not_exist_yet_have_nothing_to_save(importing):
     """A resumed job said that it had saved where it had begun."""
     agent = importing("import time; time.sleep(600)")
@@ -166,9 +200,10 @@ class FakeZygote(SimpleNamespace):
     pid = 1
     ready = True
     cannot_import = False
+    refusal = None
     how_it_ended = "died"
 
-    def __init__(self, entry, preload, env):
+    def __init__(self, entry, preload, env, patience):
         super().__init__(env=env, alive=True)
 
     def fork(self, *arguments):

@@ -19,6 +19,10 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
         "a coordinator that was held up looks before the others have lost it": (times.OVERDUE_ITERATION_S, lost),
         "a node that collects stacks is not lost": (beat + stacks, lost),
         "a coordinator whose disk does not answer is not lost": (beat + times.LOOK_S, lost),
+        "a node whose zygote is suspended is not lost": (
+            beat + times.ZYGOTE_END_S + 2 * times.ZYGOTE_SEND_S,
+            lost,
+        ),
         # The coordinating node collects its own meanwhile, which it was asked for last.
         "stacks arrive while the coordinator waits for them": (beat + stacks, status.NODES_STACKS_S),
         "a rank looks for requests before its answer is late": (
