@@ -88,8 +88,9 @@ class Coordinator:
         self._watch = FolderWatch(job.run_dir, lease)
 
         # The coordinating node joins its own job like any other node.
+        self._watch.refresh()
         now = time.monotonic()
-        self._state_machine = JobStateMachine(job, self._watch.look_at_checkpoints(), now, inherited)
+        self._state_machine = JobStateMachine(job, self._watch.checkpoints, now, inherited)
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
         # What changes from one iteration to the next.
@@ -148,12 +149,13 @@ class Coordinator:
         # this process was halted, and if rank 0 has ended, which looks for a successor itself.
         rank_exited = any(isinstance(message, RankExited) for message in messages)
         if rank_exited or now - self._watch.last_iteration_at > OVERDUE_ITERATION_S:
-            self._watch.look_for_successor()
+            self._watch.refresh()
 
         if self._watch.superseded:
             return
 
-        self._watch.last_iteration_at = now
+        # The time for which the disk was waited for is none for which this process was halted.
+        now = self._watch.last_iteration_at = time.monotonic()
         self._send_heartbeat()
 
         # What happened goes in first, so that the deadlines below are judged with all that is known.
@@ -201,7 +203,7 @@ class Coordinator:
         """
         news = any(not isinstance(message, NodeHeartbeat) for message in messages)
         if news or self._state_machine.is_due(now):
-            self._watch.look_at_checkpoints()
+            self._watch.refresh()
 
         self._state_machine.note_checkpoints(self._watch.checkpoints)
 
@@ -343,7 +345,8 @@ class Coordinator:
 
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes, which are numbered node by node."""
-        self._watch.look_for_successor()
+        # If the disk does not answer, rank 0 looks as well, once a second.
+        self._watch.refresh()
         if self._watch.superseded:
             return
 
