@@ -35,6 +35,14 @@ def says_so(kind: str, text: str) -> bool:
     return (kind in _TORCH_ERRORS or raised_by_gloo) and bool(_LOST_PEER.search(text))
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception. A program's own class may fail to say anything."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text is not known: __str__ raised {type(failure).__name__})"
+
+
 def follows(error: BaseException) -> bool:
     """Return whether an exception, or one of those that led to it, only says that another rank is gone.
 
@@ -45,7 +53,7 @@ def follows(error: BaseException) -> bool:
         if isinstance(link, UserError | OutOfStep | SmallerMicroBatch):
             continue
 
-        if says_so(type(link).__name__, str(link)):
+        if says_so(type(link).__name__, text_of(link)):
             return True
 
         # A program may have linked them in a circle, and may say which of its errors are equal.

@@ -60,7 +60,7 @@ def _failure_of(error: BaseException, rank: int) -> Failure:
         time=when,
         kind=type(error).__name__,
         # A hook of the user adds its name as a note.
-        message="\n".join([str(error), *getattr(error, "__notes__", ())]),
+        message="\n".join([lost_peer.text_of(error), *getattr(error, "__notes__", ())]),
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
         cause=error.cause if isinstance(error, UserError) else "",

@@ -25,6 +25,18 @@ def test_records_survive_the_round_trip(recorded):
     assert typed_json.parse(Failure, json.loads(json.dumps(asdict(found)))) == found
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise AttributeError("only set by another constructor")
+
+
+def test_an_exception_that_cannot_be_printed_is_recorded(recorded):
+    """Its own error took its place, and kept the run from being closed."""
+    found = recorded(1, Mute())
+    assert (found.kind, found.message) == ("Mute", "(its text is not known: __str__ raised AttributeError)")
+    assert "raise error" in found.traceback
+
+
 @pytest.mark.parametrize("wrong", [{}, {"rank": "1"}, {"extra": 1}, {"time": None}, {"for_user": 1}])
 def test_what_is_no_record_is_refused(wrong):
     good = asdict(Failure(1, "h", 0.0, "k", "m"))
