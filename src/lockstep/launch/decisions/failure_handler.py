@@ -93,7 +93,7 @@ class FailureHandler:
         failure = Failure.by_launcher(LauncherFailure.NODE, problem)
         self._state.decided = decide(failure, self._situation(now, failure, cannot_start=problem))
         again = "restarted" if self._state.attempt.number is not None else "started"
-        self._state.outbox.say(f"not {again}: {problem}. {self._state.how_to_continue}")
+        self._state.outbox.say(f"not {again}: {problem}. {self._state.how_to_resume}")
         self._next_attempt.end_if_decided()
 
     def _end_if_too_few(self, now: float) -> None:
@@ -191,7 +191,7 @@ class FailureHandler:
         """Return why the job is not restarted, and what to type."""
         # If the same error would most likely recur, no command is suggested.
         would_recur = self._state.checkpoints.newest is None and failure.likely_to_repeat
-        hint = "" if would_recur else f". {self._state.how_to_continue}"
+        hint = "" if would_recur else f". {self._state.how_to_resume}"
         return f"not restarted: {end.reason}{hint}"
 
     def announce(self, failure: Failure, what_follows: str = "") -> None:

@@ -73,8 +73,12 @@ class HangCheck:
         return newest if state.status in ACTIVE and not state.attempt.has_failed else None
 
     def is_due(self, now: float) -> bool:
-        """Return whether the wait for stacks is over."""
-        return self._pending is not None and now >= self._pending.deadline
+        """Return whether the wait for stacks is over: in time, or because the nodes that owed them are lost."""
+        pending = self._pending
+        if pending is None:
+            return False
+
+        return now >= pending.deadline or not pending.unanswered & self._state.members.nodes.keys()
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Take the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
@@ -87,7 +91,7 @@ class HangCheck:
         self._state.attempt.watchdog.add_answers(message.stack_of, message.collectives_of)
         pending.unanswered.discard(node)
 
-        if not pending.unanswered:
+        if self.is_due(now):
             self.judge(now)
 
     def overdue(self, now: float) -> None:

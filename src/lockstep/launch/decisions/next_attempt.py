@@ -40,6 +40,7 @@ class NextAttempt:
         If more nodes may join, the next attempt starts a little later (`Members.ready`).
         """
         self._state.enter(JobStatus.JOIN, now + JOIN_S)
+        self._state.members.begin_to_settle(now)
         self._end_or_start(now)
 
     def tick(self, now: float) -> None:
@@ -85,7 +86,12 @@ class NextAttempt:
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
-        if not self.end_if_decided() and self._state.members.ready(now):
+        if self.end_if_decided():
+            return
+
+        # At the deadline the job no longer waits for more nodes than it needs.
+        state = self._state
+        if state.members.ready(now) or (now >= state.deadline and not state.members.missing):
             self._start(now)
 
     def _start(self, now: float) -> None:

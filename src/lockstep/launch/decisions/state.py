@@ -92,7 +92,6 @@ class JobState:
         return "the beginning" if newest is None else f"the checkpoint of step {newest}"
 
     @property
-    def how_to_continue(self) -> str:
-        """What to type after the end of the job."""
-        how = "start over" if self.checkpoints.newest is None else "resume"
-        return f"To {how}: {self.job.resume_command}"
+    def how_to_resume(self) -> str:
+        """What to type after the end of the job, as a sentence."""
+        return f"To resume from {self.where_to_resume}: {self.job.resume_command}"

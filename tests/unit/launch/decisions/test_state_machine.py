@@ -786,6 +786,37 @@ def test_enough_nodes_wait_a_moment_for_more():
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
 
 
+def test_nodes_that_come_one_after_another_do_not_delay_the_start_for_ever():
+    """The start waited for 3 s without a new node, and after 300 s the job ended: only 121 nodes, and 1 is needed."""
+    stage = nodes(1, 500, 1)
+    for number in range(1, 20):
+        stage.tick(2.5)
+        if stage.of(StartAttempt):
+            break
+        stage.join(number)
+    assert stage.of(StartAttempt) == [StartAttempt(0, dict.fromkeys(range(12), 1))]
+
+
+def test_nodes_that_come_just_before_the_deadline_are_enough():
+    stage = nodes(2, 500, 1)
+    stage.tick(299)
+    stage.join(1)
+    assert stage.tick(1.1)[-1] == StartAttempt(0, {0: 1, 1: 1})
+
+
+def test_after_an_attempt_new_nodes_are_waited_for_again():
+    stage = nodes(1, 4, 2)
+    stage.tick(3.1)
+    stage.now += 600
+    stage.join(2)
+    stage.exit(0, 75)
+    stage.exit(1, 75)
+    stage.tick(2.9)
+    assert not stage.of(StartAttempt)
+    stage.join(3)
+    assert stage.tick()[-1] == StartAttempt(1, dict.fromkeys(range(4), 1))
+
+
 def test_too_few_nodes_do_not_wait_for_ever():
     stage = nodes(2, 2, 1)
     assert not [stage.tick(299), stage.of(JobEnd)][1]
@@ -950,7 +981,7 @@ def test_a_restart_that_a_lost_node_prevents_is_called_off_aloud():
     stage.state_machine.node_lost(1, "vanished", stage.now)
     stage.ranks_gone(0)
     stage.tick()
-    assert "not restarted: 1 node left, and 2 needed. To start over: type it again" in stage.said
+    assert "not restarted: 1 node left, and 2 needed. To resume from the beginning: type it again" in stage.said
     (ending,) = stage.of(JobEnd)
     assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
 
@@ -1012,7 +1043,10 @@ def test_a_coordinating_node_that_cannot_stop_its_ranks_ends_the_job(others):
         stage.ranks_gone(node)
     stage.tick(status.NODES_KILL_S + 1)
     assert stage.of(StartAttempt) == stage.of(DropNode) == []
-    assert "not restarted: killed ranks on this machine did not end within 30 s. To start over: type it" in stage.said
+    assert (
+        "not restarted: killed ranks on this machine did not end within 30 s. To resume from the beginning: type it"
+        in stage.said
+    )
     (ending,) = stage.of(JobEnd)
     assert ending.code == ExitCode.RESTART
 
@@ -1138,7 +1172,10 @@ def test_the_budget_survives_the_coordinator(stage):
         stage.now += 300
     new = taken_over(stage)
     new.tick(3.1)
-    assert "10 restarts within the last hour, which is the limit. To resume: type it again" in new.said
+    assert (
+        "10 restarts within the last hour, which is the limit. To resume from the checkpoint of step 50: type it"
+        in new.said
+    )
     assert new.of(JobEnd)[0].code == 1
     stage.now += 700  # the first one is more than an hour ago
     new = taken_over(stage)
@@ -1246,6 +1283,26 @@ def stall(stage: Stage, **settings) -> None:
         if CollectStacks in [type(command.order) for command in stage.tick(2) if isinstance(command, Send)]:
             return
     pytest.fail("nothing was noticed")
+
+
+def test_a_node_that_is_lost_owes_no_stacks():
+    """Its ranks had ended, so that the attempt goes on. The stacks of the others were judged 5 s later."""
+    stage = nodes(1, 3, 2)
+    stage.tick(3.1)
+    stage.beat(node=1)
+    stage.exit(1, 0)
+    for second in range(0, 60, 2):
+        stage.beat(view(0, float(second), "data"))
+        stage.state_machine.check_for_hangs(stage.now)
+        stage.tick(2)
+        if stage.sent(CollectStacks):
+            break
+    assert stage.sent(CollectStacks) == [0, 1]
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: ""}, {}), stage.now)
+    assert stage.tick() == []
+    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.tick()
+    assert "no rank has advanced for" in stage.said
 
 
 def test_a_hang_is_explained_and_restarted(stage):
