@@ -318,7 +318,7 @@ class Nodes:
     def _look_all(self, run_dir: Path, watches: list[tuple[Node, TakeoverWatch]]) -> election.Term | None:
         """Have every node look once. Return the successor's term, if there is one."""
         for node, watch in watches:
-            term = election.newest(run_dir)
+            term = election.newest_term(run_dir)
             assert term is not None
             assert node.term is not None
             if term.number > node.term.number:

@@ -1,4 +1,4 @@
-"""What the coordinator reads from the run folder, and writes there, once a second."""
+"""The coordinator's access to the run folder: a thread reads and writes there, once a second and on request."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class FolderWatch:
         while self._events:
             append_event(self._run_dir, self._events.popleft())
 
-    def log(self, event: Mapping[str, Any]) -> None:
+    def record_event(self, event: Mapping[str, Any]) -> None:
         """Have an event appended to the run's events. The coordinator's loop does not wait for the disk."""
         self._events.append({"time": time.time(), **event})
         self._awake.set()

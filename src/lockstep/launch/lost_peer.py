@@ -1,4 +1,4 @@
-"""Whether an error only says that another rank is gone: what torch says then, and what follows from that."""
+"""Recognises errors that are only the consequence of a lost peer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
 
-# What gloo, NCCL and torch's store say in a rank whose peer is gone. NCCL's watchdog says it after a timeout. A later
-# collective repeats the reason why the communicator was aborted, which may be an error of this rank, or gives none.
+# The messages of gloo, NCCL and torch's store in a rank whose peer is gone. The one about a timeout is of NCCL's
+# watchdog. A collective after it repeats why the communicator was aborted: only without such a reason is a peer gone.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
     r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting"

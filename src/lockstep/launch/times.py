@@ -1,6 +1,6 @@
-"""Limits of time that several packages of the launcher share, or that must fit together.
+"""The times that several packages of the launcher share, or that must fit together.
 
-`tests/unit/launch/test_times.py` compares these with the limits that concern one module only.
+`tests/unit/launch/test_times.py` compares these with the times that concern one module only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ assert HEARTBEAT_S + ZYGOTE_END_S + 2 * ZYGOTE_SEND_S < LOST_AFTER_S, "a node wh
 
 # A coordinator's loop without an iteration for this long was halted, or was held up by one of these: the other nodes
 # may have lost it, and one of them may have taken over. It must look before they can have done so.
-OVERDUE_ITERATION_S = 2.0
+STALLED_LOOP_S = 2.0
 
-assert OVERDUE_ITERATION_S < LOST_AFTER_S, "a coordinator that was superseded would act"
+assert STALLED_LOOP_S < LOST_AFTER_S, "a coordinator that was superseded would act"
 
 HOUR_S = 3600.0
 

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.launch import agent as module
 from lockstep.launch.agent import Agent
-from lockstep.launch.failure import RankExit
+from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks, rank_record, zygote_client
 from lockstep.launch.ranks.post_mortem import examine
@@ -85,7 +85,7 @@ def test_a_zygote_that_is_killed_while_it_imports_is_replaced(importing):
     os.kill(first, signal.SIGKILL)
     (message,) = first_messages(agent)
     text = f"the process {first} that starts the ranks on host-a was killed by SIGKILL while importing"
-    assert message == NodeFailed(None, "zygote", text)
+    assert message == NodeFailed(None, LauncherFailure.ZYGOTE, text)
     assert agent._zygote.alive
     assert agent._zygote.pid != first
 
@@ -146,7 +146,7 @@ def test_a_zygote_that_the_system_refuses_is_no_end_of_the_launcher(importing, m
     why = (
         "the process that starts the ranks on host-a could not be started within 0 s: Resource temporarily unavailable"
     )
-    assert message == NodeFailed(0, "setup", why)
+    assert message == NodeFailed(0, LauncherFailure.SETUP, why)
 
 
 def test_ranks_that_do_not_exist_yet_have_nothing_to_save(importing):

@@ -13,7 +13,7 @@ from lockstep.files.jsonl import read_jsonl
 from lockstep.launch import coordinator as module
 from lockstep.launch import election, folder_watch
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.decisions.commands import DropNode, LogEvent, StartAttempt
+from lockstep.launch.decisions.commands import DropNode, RecordEvent, StartAttempt
 from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder_watch import FolderWatch
@@ -69,7 +69,7 @@ def test_one_error_of_the_disk_does_not_look_like_lost_checkpoints(tmp_path, mon
     watch = FolderWatch(tmp_path, None)
     assert seen(watch) == CheckpointFacts()
     (checkpoints / "step-00000004").mkdir(parents=True)
-    assert seen(watch) == CheckpointFacts(newest=4)
+    assert seen(watch) == CheckpointFacts(newest_step=4)
 
     def fail(path):
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -77,9 +77,9 @@ def test_one_error_of_the_disk_does_not_look_like_lost_checkpoints(tmp_path, mon
     (checkpoints / "step-00000006").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(os, "scandir", fail)
-        assert seen(watch) == CheckpointFacts(newest=4)
+        assert seen(watch) == CheckpointFacts(newest_step=4)
 
-    assert seen(watch) == CheckpointFacts(newest=6)
+    assert seen(watch) == CheckpointFacts(newest_step=6)
 
 
 def test_one_error_of_the_disk_does_not_look_like_a_removed_folder(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypat
     monkeypatch.setattr(coordinator, "_heartbeat_due", float("inf"))
     coordinator._iterate()
     assert not sent
-    coordinator._state_machine._state.decided = End(1, "it has failed")
+    coordinator._state_machine._state.decided = End(JobEnd(1), "it has failed")
     monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
     coordinator._iterate()
     coordinator._iterate()
@@ -140,7 +140,7 @@ def test_events_do_not_hold_up_the_loop_and_are_written_in_the_end(started, tmp_
     monkeypatch.setattr(folder_watch, "append_event", slow)
     coordinator._watch.start()
     for number in range(3):
-        coordinator._carry_out(LogEvent({"event": "restart", "attempt": number}))
+        coordinator._carry_out(RecordEvent({"event": "restart", "attempt": number}))
     assert not (tmp_path / EVENTS).exists()
     answers.set()
     coordinator._watch.close()
@@ -160,7 +160,7 @@ class SlowDisk:
 
     def checkpoints(self, path) -> CheckpointFacts:
         self.wait()
-        return CheckpointFacts(newest=4)
+        return CheckpointFacts(newest_step=4)
 
     def superseded(self) -> bool:
         self.wait()
@@ -200,7 +200,7 @@ def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_p
     monkeypatch.setattr(folder_watch, "LOOK_S", 60)
     watch.refresh()
     watch.close()
-    assert watch.checkpoints == CheckpointFacts(newest=4)
+    assert watch.checkpoints == CheckpointFacts(newest_step=4)
     assert slow_disk.readers == {"lockstep-folder"}
 
 
@@ -228,14 +228,14 @@ def test_a_request_during_a_look_is_answered_by_the_next(tmp_path, monkeypatch):
         looks.append(len(looks))
         if looks == [0]:
             goes_on.wait(60)
-        return CheckpointFacts(newest=len(looks))
+        return CheckpointFacts(newest_step=len(looks))
 
     monkeypatch.setattr(folder_watch, "read_checkpoint_facts", count)
     watch.start()
     while not looks:
         time.sleep(0.001)
     threading.Timer(0.05, goes_on.set).start()
-    assert seen(watch) == CheckpointFacts(newest=2)
+    assert seen(watch) == CheckpointFacts(newest_step=2)
     watch.close()
 
 
@@ -244,10 +244,10 @@ def test_the_checkpoints_are_looked_at_when_a_rank_has_ended(started, tmp_path):
     coordinator, _ = started([])
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     coordinator._iterate()
-    assert coordinator._state_machine._state.checkpoints.newest is None
+    assert coordinator._state_machine._state.checkpoints.newest_step is None
     coordinator._agent.poll = lambda: [RankExited(0, 0, RankExit(0))]
     coordinator._iterate()
-    assert coordinator._state_machine._state.checkpoints.newest == 4
+    assert coordinator._state_machine._state.checkpoints.newest_step == 4
 
 
 def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
@@ -312,7 +312,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._watch.last_iteration_at -= module.OVERDUE_ITERATION_S + 1
+    coordinator._watch.last_iteration_at -= module.STALLED_LOOP_S + 1
     coordinator._iterate()
     assert coordinator._watch.superseded
     assert signals == ["SIGTERM"]  # for the successor

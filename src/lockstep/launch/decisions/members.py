@@ -18,7 +18,7 @@ MOST_SETTLE_S = 30.0
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the job. `nproc` bounds the ranks that it can run."""
+    """A node is one machine of the job. `nproc` bounds the ranks that it can run."""
 
     number: int
     host: str
@@ -33,7 +33,7 @@ class Members:
         self.nodes: dict[int, Node] = {}
 
         # Node -> ranks of the next attempt.
-        self.wanted: dict[int, int] = {}
+        self.ranks_per_node: dict[int, int] = {}
 
         # Node -> when its last heartbeat came.
         self.last_heartbeats: dict[int, float] = {}
@@ -45,7 +45,7 @@ class Members:
     def add(self, node: Node, now: float) -> None:
         """Add a node. It runs as many ranks as its command says, until a resize."""
         self.nodes[node.number] = node
-        self.wanted[node.number] = node.nproc.initial
+        self.ranks_per_node[node.number] = node.nproc.initial
         self._changed = now
         if not self.missing:
             self._enough_since = min(self._enough_since, now)
@@ -53,7 +53,7 @@ class Members:
     def remove(self, number: int, now: float) -> None:
         """Remove a node that has left, or was lost."""
         del self.nodes[number]
-        del self.wanted[number]
+        del self.ranks_per_node[number]
         self.last_heartbeats.pop(number, None)
         self._changed = now
         if self.missing:
@@ -62,7 +62,7 @@ class Members:
     @property
     def world_size(self) -> int:
         """How many ranks the next attempt has."""
-        return sum(self.wanted.values())
+        return sum(self.ranks_per_node.values())
 
     @property
     def full(self) -> bool:
@@ -110,7 +110,7 @@ class Members:
 
     def resize(self, ranks: int) -> None:
         """Divide this many ranks over the nodes, for the next attempt."""
-        self.wanted = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
+        self.ranks_per_node = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
 
 
 def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What a rank leaves behind about its own end.
+"""The records that a rank leaves about its own end.
 
     rank-3.json     how rank 3 ends, in its attempt's folder: a `RankExit`, with its failure if it has failed
     error-3         the exception of rank 3 itself, in the folder of the process that called `lockstep.fit`

@@ -1,4 +1,4 @@
-"""Accepts the connections of a job on several machines, once their handshake shows that they belong to it.
+"""Accepts the connections of a job on several nodes, once their handshake shows that they belong to it.
 
 Both sides of a handshake prove that they know the job's secret (`lockstep.runtime.rendezvous.handshake`). Before that,
 the peer is unknown: it gets a random challenge, or an answer that proves nothing, and no text that it sends is shown.

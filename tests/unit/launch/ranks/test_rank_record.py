@@ -82,7 +82,7 @@ def ended_by_handler_of_preemption(handle) -> RankExit:
 def test_an_error_after_a_preemption_is_a_failure():
     """It was taken for the end that was asked for, and its traceback was shown nowhere."""
     ended = ended_by_handler_of_preemption(lambda preempted: undefined)  # noqa: F821
-    assert (ended.code, ended.save, ended.failure.kind) == (1, None, "NameError")
+    assert (ended.code, ended.save_outcome, ended.failure.kind) == (1, None, "NameError")
     assert "undefined" in ended.failure.traceback
 
     cleaned_up = ended_by_handler_of_preemption(lambda preempted: sys.exit(preempted.code))
