@@ -81,7 +81,7 @@ class Agent:
         # Whether the imports of a zygote have failed; those of a new zygote would fail as well.
         self._cannot_import = False
 
-        # What the next `poll` returns.
+        # The messages that the next `poll` returns.
         self._messages: list[ToCoordinator] = []
 
     # ---- orders of the coordinator ----
@@ -182,8 +182,8 @@ class Agent:
 
     def _collect_stacks(self, current: LocalRanks, request: int) -> None:
         """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
-        # A rank that has failed does not hang, though its clean-up may. Its end, which is reported soon, says more than
-        # any stack.
+        # A rank that has failed does not hang, though its clean-up may. It is killed, and the report of its end says more
+        # than any stack.
         if current.kill_failed():
             return
 

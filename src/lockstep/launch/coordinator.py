@@ -97,7 +97,7 @@ class Coordinator:
         if failure is not None:
             self._state_machine.took_over(failure, now)
 
-        # What changes from one iteration to the next.
+        # These change from one iteration to the next.
         self._newcomers: list[int] = []  # nodes that were welcomed in this iteration, and have no state yet
         self._check_due = now
         self._heartbeat_due = now
@@ -167,9 +167,11 @@ class Coordinator:
 
         self._poll_folder(now)
 
+        # Once a second take the heartbeat of this node, and look for ranks that stall.
         if now >= self._check_due:
             self._check_due = now + HEARTBEAT_S
-            self._every_second(now)
+            self._state_machine.receive(COORDINATOR, self._agent.heartbeat(), now)
+            self._state_machine.check_for_hangs(now)
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
@@ -190,11 +192,6 @@ class Coordinator:
             self._end_sent = self._state_machine.end_is_decided
             self._heartbeat_due = now + HEARTBEAT_S
             self._send_to_nodes(self.state)
-
-    def _every_second(self, now: float) -> None:
-        """Take the heartbeat of this node, and check for hangs."""
-        self._state_machine.receive(COORDINATOR, self._agent.heartbeat(), now)
-        self._state_machine.check_for_hangs(now)
 
     def _note_checkpoints(self, messages: list[Message | ConnectionLost], now: float) -> None:
         """Tell the state machine what the checkpoints show, which the thread has seen within the last second.

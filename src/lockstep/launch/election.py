@@ -257,7 +257,7 @@ class CounterWatch:
 
     def note(self, term: int, counter: str, now: float) -> None:
         """Note the counter of a term. An empty counter means the file was unreadable, which proves nothing."""
-        # What was seen of another term, or before a read that failed, says nothing about this one.
+        # A counter of another term, or one from before a failed read, says nothing about this one.
         if not counter or (self._seen and self._seen[0] != term):
             self.reset()
 

@@ -25,7 +25,7 @@ Origin = Literal["exception", "signal", "launcher"]
 
 @dataclass(frozen=True)
 class FailureTraits:
-    """What is the same for all failures of a kind, and decides what follows them."""
+    """The facts about a kind of failure that decide what follows it."""
 
     # The same program would most likely fail in the same way again, so a restart needs progress.
     likely_to_repeat: bool = False
@@ -94,7 +94,7 @@ ABORTED_UNREAD = "native code aborted; if it gave a reason, that is on the termi
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended: which rank or node failed, where and when."""
+    """The reason why an attempt ended: the rank or node that failed, where and when."""
 
     rank: int | None  # None if no rank has failed, but a node, or the job as a whole
     host: str
@@ -148,7 +148,7 @@ class Failure:
 
     @property
     def reports_lost_peer(self) -> bool:
-        """Whether another rank is gone, and that is all: a torch exception says so, or what followed from it."""
+        """Whether the failure only says that another rank is gone: as an exception of torch does, or one after it."""
         if self.origin == "exception":
             return self.follows_lost_peer
 
@@ -205,7 +205,7 @@ class CausedByPeer(IntEnum):
     CERTAIN = 3  # torch says that a peer is gone
 
 
-# What became of the save of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
+# The outcome of a save, of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
 SaveOutcome = Literal["saved", "failed", "nothing"]
 
 

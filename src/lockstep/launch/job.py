@@ -74,7 +74,7 @@ class Job:
     # The name of a checkpoint of this run, if --resume names one: the first attempt goes back to it.
     goes_back_to: str | None = None
 
-    # What to type to resume the job.
+    # The command that resumes the job.
     resume_command: str = "run the same command again with --resume auto"
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. It is text, because this package must not import

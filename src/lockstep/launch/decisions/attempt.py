@@ -87,8 +87,8 @@ class Attempt:
 
     @property
     def save_outcome(self) -> SaveOutcome | None:
-        """What became of the save of ranks that were asked to save and exit; None if none of them has exited."""
-        # What failed on one rank is no checkpoint.
+        """The outcome of the save of ranks that were asked to save and exit; None if none of them has exited."""
+        # A save that failed on one rank is no checkpoint.
         saves = {rank_exit.save_outcome for rank_exit in self.exits.values()}
         outcomes: tuple[SaveOutcome, ...] = ("failed", "saved", "nothing")
         return next((save for save in outcomes if save in saves), None)

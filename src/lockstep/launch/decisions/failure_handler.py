@@ -116,8 +116,8 @@ class FailureHandler:
 
     @property
     def _shortage(self) -> str | None:
-        """Which nodes are missing, in words, for an attempt after the first one of this coordinator."""
-        # Before its first one the other nodes have yet to join, also after a takeover.
+        """How many nodes are missing for another attempt, in words; None if there are enough."""
+        # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
         return self._state.members.shortage if self._state.attempt is not None else None
 
     def _situation(

@@ -64,7 +64,7 @@ Decision = Restart | Continue | UndoResize | Drop | EndPreempted | End
 
 @dataclass(frozen=True)
 class AttemptFacts:
-    """What is known of the attempt that ends. The defaults are those of a job whose coordinator has started none."""
+    """Facts about the attempt that ends. The defaults are for a coordinator that has started none."""
 
     has_saved: bool = False  # it has saved a checkpoint
     save_outcome: SaveOutcome | None = None  # what became of the save of ranks that exited as they were asked to

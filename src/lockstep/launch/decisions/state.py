@@ -107,5 +107,5 @@ class JobState:
 
     @property
     def how_to_resume(self) -> str:
-        """What to type after the end of the job, as a sentence."""
+        """The command to type after the end of the job, in a sentence."""
         return f"To resume from {self.where_to_resume}: {self.job.resume_command}"

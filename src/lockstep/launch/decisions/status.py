@@ -8,7 +8,7 @@ from lockstep.launch.failure import CausedByPeer
 
 
 class JobStatus(Enum):
-    """What the job is doing, or waiting for."""
+    """The status of a job: what it does, or waits for."""
 
     JOIN = "waiting for nodes"
     RUN = "running"

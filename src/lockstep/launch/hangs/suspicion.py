@@ -58,7 +58,7 @@ class RankView(heartbeat.HeartbeatView):
 
     @property
     def phase_info(self) -> heartbeat.Phase:
-        """What is known about the rank's phase."""
+        """The facts about the rank's phase."""
         # Another node may send anything.
         return heartbeat.PHASES.get(self.phase, heartbeat.Phase())
 

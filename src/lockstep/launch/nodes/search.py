@@ -10,13 +10,13 @@ import math
 import socket
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch import election
 from lockstep.launch.election import CounterWatch, Lease, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Job, parse_address
+from lockstep.launch.nodes.roles import CoordinatorRole, Membership, NextStep
 from lockstep.launch.terminal import print_line, shares_log
 from lockstep.launch.times import LOST_AFTER_S, within_last_hour
 from lockstep.launch.wire.connections import (
@@ -28,7 +28,7 @@ from lockstep.launch.wire.connections import (
     listen_at,
     reach,
 )
-from lockstep.launch.wire.messages import CoordinatorState, JobEnd
+from lockstep.launch.wire.messages import JobEnd
 from lockstep.run_folder.locks import break_locks, hold
 from lockstep.run_folder.names import EVENTS
 from lockstep.run_folder.start_from import hold_for_new_job
@@ -58,31 +58,6 @@ DELIVER_S = 20.0
 
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What a node knows about the term in which it last belonged to the job."""
-
-    term: Term
-    number: int  # the node's number in that term
-    state: CoordinatorState  # the last one that was received
-    local_address: str  # this machine's address on the connection to the coordinator
-
-
-@dataclass
-class CoordinatorRole:
-    """What a node needs to coordinate: a listening socket, its term, and the state of the previous coordinator."""
-
-    resources: ExitStack  # holds the run folder and the listening socket until it is closed
-    listener: socket.socket
-    lease: Lease
-    inherited: CoordinatorState | None = None
-    failure: Failure | None = None  # the loss of the previous coordinator
-
-
-# What a node does next: follow the coordinator at the other end of a connection, coordinate, or end.
-NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class Search:
@@ -199,7 +174,7 @@ class Search:
 
     def _port_is_taken(self) -> PeersMissing:
         """Return the error for a port that another program has."""
-        # What listens there may be a node of an earlier job that ends slowly: another try makes sense.
+        # A node of an earlier job that ends slowly may listen there: another try makes sense.
         return PeersMissing(
             f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
             f"no launcher of this job answered there within {TAKEN_S:.0f} s",

@@ -97,7 +97,7 @@ def _interfaces(coordinator: str, user: Mapping[str, str]) -> dict[str, str]:
     """
     interface = interface_towards(coordinator)
 
-    # What the user has set stays, in the environment or in a file of NCCL.
+    # Settings of the user stay, whether they are in the environment or in a file of NCCL.
     chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
     given = {*user, *([NCCL_INTERFACE] if nccl_file_names_interface(user) else [])}
 

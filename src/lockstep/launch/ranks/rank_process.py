@@ -1,4 +1,4 @@
-"""What a rank runs after it was forked: call the job's function, record how that has ended, and exit.
+"""The main function of a rank after the fork: it calls the job's function, records how that has ended, and exits.
 
 The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
 dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.

@@ -77,7 +77,7 @@ class Handshake:
         self.since = now
 
         self.challenge = new_challenge()
-        # What has arrived of the answer.
+        # The part of the answer that has arrived.
         self._answer = b""
 
         connection.setblocking(False)

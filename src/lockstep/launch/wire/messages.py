@@ -167,7 +167,7 @@ class Stacks(AttemptMessage):
         return self.stack_of.keys() | self.collectives_of.keys()
 
     def why_invalid(self) -> str | None:
-        # What is in an entry depends on the version of torch: `Watchdog` uses only the stacks if it cannot read it.
+        # The contents of an entry depend on the version of torch: if `Watchdog` cannot read them, it uses the stacks.
         entries = [entry for shared in self.collectives for entry in shared.entries]
         valid = all(isinstance(entry, dict) for entry in entries)
         return None if valid else "its collectives are not entries of a flight recorder"
@@ -348,10 +348,10 @@ class JobEnd(Message):
 
 # ---- which way they go ----
 
-# What the agent of a node reports. Apart from these a node sends only its `Hello`.
+# The reports of a node's agent. Apart from these a node sends only its `Hello`.
 ToCoordinator = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat
 
-# What the agent of a node carries out, and all that a node receives.
+# The orders that a node's agent carries out, and all messages that a node receives.
 Order = Start | Prepare | SaveAndExit | CollectStacks | Kill
 ToNode = Welcome | Refused | CoordinatorState | Announce | JobEnd | Order
 

@@ -72,7 +72,7 @@ def test_messages_survive_the_round_trip(message):
         b'{"kind": "RanksGone", "attempt": true}',
         b'{"kind": "RanksGone", "attempt": 1.5}',
         b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
-        b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 75, "save": "perhaps"}}',
+        b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 75, "save_outcome": "perhaps"}}',
         b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
         b'{"kind": "NodeFailed", "attempt": 0, "what": "bored", "why": ""}',
         b'{"kind": "Message"}',
