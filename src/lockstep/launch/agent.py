@@ -182,7 +182,7 @@ class Agent:
 
     def _collect_stacks(self, current: LocalRanks, request: int) -> None:
         """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
-        # A rank that has failed does not hang, though its clean-up may. It is killed, and the report of its end says more
+        # A rank that has failed does not hang, though its clean-up may. It is killed: the report of its end says more
         # than any stack.
         if current.kill_failed():
             return

@@ -5,7 +5,7 @@ from lockstep.launch.decisions import status
 from lockstep.launch.failure import CausedByPeer
 from lockstep.launch.hangs import flight_recorder, watchdog
 from lockstep.launch.nodes import search
-from lockstep.launch.ranks import rank_process
+from lockstep.launch.ranks import rank_process, zygote
 
 
 def test_a_short_limit_stays_below_the_one_that_relies_on_it():
@@ -20,9 +20,10 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
         "a node that collects stacks is not lost": (beat + stacks, lost),
         "a coordinator whose disk does not answer is not lost": (beat + times.LOOK_S, lost),
         "a node whose zygote is suspended is not lost": (
-            beat + times.ZYGOTE_END_S + 2 * times.ZYGOTE_SEND_S,
+            beat + times.ZYGOTE_END_S + times.ZYGOTE_SEND_S,
             lost,
         ),
+        "a zygote that the system refuses a fork takes requests in time": (zygote.FORK_S, times.ZYGOTE_SEND_S),
         # The coordinating node collects its own meanwhile, which it was asked for last.
         "stacks arrive while the coordinator waits for them": (beat + stacks, status.NODES_STACKS_S),
         "a rank looks for requests before its answer is late": (

@@ -92,9 +92,7 @@ class ZygoteClient:
         self._try_again_at = math.inf
         self._since = time.monotonic()
 
-        # The timeout is for writing a request, because a suspended zygote reads nothing.
         self._socket = ours
-        self._socket.settimeout(ZYGOTE_SEND_S)
         self._lines = LineReader(self._socket)
 
     @property
@@ -132,15 +130,21 @@ class ZygoteClient:
         return bool(self._unsent) or self._unanswered > 0
 
     def _send(self) -> None:
-        """Send the requests that wait, if the zygote can take them."""
+        """Send the requests that wait, if the zygote can take them. A suspended one reads nothing."""
         while self.ready and self.alive and self._unsent:
             assert self._socket is not None
             request, fds = self._unsent.pop(0)
             self._unanswered += 1
             # The length comes first, together with the lifeline: a descriptor needs at least one byte of data.
+            data = len(request).to_bytes(LENGTH_BYTES) + request
+            give_up_at = time.monotonic() + ZYGOTE_SEND_S
             try:
-                socket.send_fds(self._socket, [len(request).to_bytes(LENGTH_BYTES)], fds)
-                self._socket.sendall(request)
+                self._socket.settimeout(ZYGOTE_SEND_S)
+                sent = socket.send_fds(self._socket, [data], fds)
+
+                # Both parts together may take that long. 0 would mean a socket that does not wait at all.
+                self._socket.settimeout(max(give_up_at - time.monotonic(), 0.001))
+                self._socket.sendall(data[sent:])
             except OSError:
                 self.alive = False
             finally:

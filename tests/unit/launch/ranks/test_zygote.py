@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -243,3 +244,23 @@ def slowly():
 
 os.fork = slowly
 """
+
+
+def test_a_suspended_zygote_that_takes_no_requests_is_given_up_in_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(zygote_client, "ZYGOTE_SEND_S", 0.1)
+    client = ZygoteClient("json:dumps", (), os.environ)
+    until = time.monotonic() + 60
+    while not client.ready and time.monotonic() < until:
+        client.poll()
+        time.sleep(0.01)
+    os.kill(client.pid, signal.SIGSTOP)
+    lifeline, end = os.pipe()
+    began = time.monotonic()
+    while client.alive and time.monotonic() < began + 60:
+        client.fork(0, {"RANK": "0", zygote.ATTEMPT_FOLDER: str(tmp_path)}, {"long": "x" * 100_000}, None, lifeline)
+    assert time.monotonic() - began < 10
+    assert not client.alive
+    client.kill_zygote()
+    client.close()
+    os.close(lifeline)
+    os.close(end)
