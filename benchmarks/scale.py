@@ -45,7 +45,8 @@ from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
-from lockstep.launch.nodes.search import SEARCH_RETRY_S, Membership
+from lockstep.launch.nodes.roles import Membership
+from lockstep.launch.nodes.search import SEARCH_RETRY_S
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.sockets import wait_readable

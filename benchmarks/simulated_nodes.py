@@ -28,7 +28,8 @@ from lockstep.launch.failure import RankExit
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes.search import SEARCH_RETRY_S, STAGGER_S, CoordinatorRole, Membership, Search
+from lockstep.launch.nodes.roles import CoordinatorRole, Membership
+from lockstep.launch.nodes.search import SEARCH_RETRY_S, STAGGER_S, Search
 from lockstep.launch.times import LOST_AFTER_S
 from lockstep.launch.wire.connections import (
     Connection,
@@ -226,8 +227,8 @@ def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> t
         role.listener,
         role.lease,
         role.inherited,
+        role.failure,
     )
-    coordinator.took_over(role.failure)
     return coordinator, agent
 
 
@@ -318,7 +319,7 @@ class Nodes:
     def _look_all(self, run_dir: Path, watches: list[tuple[Node, TakeoverWatch]]) -> election.Term | None:
         """Have every node look once. Return the successor's term, if there is one."""
         for node, watch in watches:
-            term = election.newest(run_dir)
+            term = election.newest_term(run_dir)
             assert term is not None
             assert node.term is not None
             if term.number > node.term.number:

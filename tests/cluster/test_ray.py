@@ -170,7 +170,7 @@ class Job:
         return found
 
     def coordinating(self) -> psutil.Process | None:
-        term = election.newest(self.run)
+        term = election.newest_term(self.run)
         port = int(term.address.rpartition(":")[2]) if term else -1
         for agent in self.agents():
             listening = [at.laddr.port for at in agent.net_connections() if at.status == psutil.CONN_LISTEN]

@@ -51,7 +51,7 @@ def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
     second.signal(how)
     assert first.wait() == 75
     assert "(127.0.0.2) vanished: " in first.said
-    assert "not restarted: 1 node left, and 2 needed. To start over: type it again" in first.said
+    assert "not restarted: 1 node left, and 2 needed. To resume from the beginning: type it again" in first.said
     assert not alive(ranks[0])
     if how == signal.SIGSTOP:
         assert "no heartbeat for 5 s" in first.said

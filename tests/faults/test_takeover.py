@@ -96,7 +96,7 @@ def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
 def test_a_node_that_only_lost_its_connection_returns(nodes, tmp_path):
     """The coordinator lives, as the run folder shows: it is not replaced, and the node comes back."""
     (first,) = nodes(1, ENOUGH, (1, 2), **SOON)
-    record = until(lambda: election.newest(tmp_path))
+    record = until(lambda: election.newest_term(tmp_path))
     broken = threading.Event()
 
     def relay(data: bytes) -> bytes:

@@ -62,7 +62,7 @@ class Component:
     def ranks(self) -> Bounds:
         """The ranks of one node. `auto` is one for each GPU that is asked for; without GPUs it is two."""
         count = str(self.gpus or 2) if self.nproc == "auto" else self.nproc
-        return replace(parse_nproc(count), preferred=None)
+        return replace(parse_nproc(count), start_with=None)
 
 
 @dataclass(frozen=True)

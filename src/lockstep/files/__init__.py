@@ -45,7 +45,7 @@ def write(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading. Raises OSError for a pipe or a device, which might wait, or go on, for ever."""
+    """Open a file for reading. Raises OSError for a pipe or a device, which might wait, or go on, forever."""
     # O_NONBLOCK: opening a pipe must not wait for a writer. For a regular file it means nothing.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
+from enum import StrEnum
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -46,7 +47,8 @@ def not_too_deep(value: Any) -> Any:
 def parse(kind: Any, value: Any) -> Any:
     """Return decoded JSON as a `kind`.
 
-    A kind is a dataclass, a list, a dict, a plain type, a `Literal` of plain values, or one of these `| None`.
+    A kind is a dataclass, a list, a dict, a plain type, a `Literal` of plain values, a `StrEnum`, or one of these
+    `| None`.
     Raises ValueError for a wrong type, an unknown field, or a missing field that has no default.
     """
     base, arguments, has_fields = _taken_apart(kind)
@@ -59,6 +61,9 @@ def parse(kind: Any, value: Any) -> Any:
     # `kind | None`: the only kind of union. That of a `Literal` is typing's own.
     if base in (UnionType, Union):
         return None if value is None else parse(arguments[0], value)
+
+    if isinstance(base, type) and issubclass(base, StrEnum):
+        return base(parse(str, value))
 
     if has_fields:
         types = _field_types(base)

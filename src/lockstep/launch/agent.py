@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import assert_never
 
 from lockstep import files
 from lockstep.errors import UserError
-from lockstep.launch.failure import RankExit
+from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.ranks.local_ranks import LocalRanks
@@ -49,6 +50,9 @@ from lockstep.runtime.rendezvous.handshake import Secret
 # How long the zygote may take to say that killed ranks have ended.
 RANKS_KILL_S = 5.0
 
+# How long a zygote is tried to start, if the system refuses its process, before the node counts as unable to run ranks.
+START_ZYGOTE_S = 30.0
+
 
 class Agent:
     """Runs the ranks of one node, in one attempt after another."""
@@ -56,9 +60,9 @@ class Agent:
     def __init__(self, job: Job, name: str, secret: Secret | None = None):
         self._job = job
         self.name = name
-        self.secret = secret  # the job's secret; None on a single machine
+        self.secret = secret  # the job's secret; None on a single node
 
-        # The bounds of this node's ranks; `preferred` is the number it ran last.
+        # The bounds of this node's ranks; `start_with` is the number it ran last.
         self.nproc = job.nproc
 
         # On the coordinating node, the path of the term file.
@@ -77,7 +81,7 @@ class Agent:
         # Whether the imports of a zygote have failed; those of a new zygote would fail as well.
         self._cannot_import = False
 
-        # What the next `poll` returns.
+        # The messages that the next `poll` returns.
         self._messages: list[ToCoordinator] = []
 
     # ---- orders of the coordinator ----
@@ -110,7 +114,6 @@ class Agent:
     def _start(self, start: Start) -> None:
         """Start the ranks of an attempt. Those of an earlier one are gone, or are killed here."""
         self._close_attempt()
-
         self._prepare(start.count)
 
         # The zygote for this number of ranks may have been importing while the last attempt was still saving.
@@ -151,13 +154,13 @@ class Agent:
 
         # The coordinator learns from the next heartbeat that the ranks were requested.
         self._started = start.attempt
-        self.nproc = replace(self._job.nproc, preferred=start.count)
+        self.nproc = replace(self._job.nproc, start_with=start.count)
 
     def _report_setup(self, attempt: int, error: OSError | UserError) -> None:
         """Report that this node cannot set up its ranks. None of them has a process."""
         for_user = isinstance(error, UserError)
         text = str(error) if for_user else f"{self.name} cannot set up its ranks: {error}"
-        self._messages.append(NodeFailed(attempt, "setup", text, for_user))
+        self._messages.append(NodeFailed(attempt, LauncherFailure.SETUP, text, for_user))
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.
@@ -165,8 +168,8 @@ class Agent:
         Torch reads the number of threads when it is imported, so another number of ranks may need another zygote.
         """
         env = _environment_for(count)
-        newest = self._next_zygote or self._zygote
-        if newest.alive and newest.env == env:
+        zygote = self._next_zygote or self._zygote
+        if zygote.alive and zygote.env == env:
             return
 
         if self._next_zygote is not None:
@@ -175,12 +178,12 @@ class Agent:
         self._next_zygote = self._new_zygote(env)
 
     def _new_zygote(self, env: dict[str, str]) -> ZygoteClient:
-        return ZygoteClient(self._job.entry, self._job.preload, env)
+        return ZygoteClient(self._job.entry, self._job.preload, env, START_ZYGOTE_S)
 
     def _collect_stacks(self, current: LocalRanks, request: int) -> None:
         """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
-        # A rank that has failed does not hang, though its clean-up may. Its end, which is reported soon, says more than
-        # any stack.
+        # A rank that has failed does not hang, though its clean-up may. It is killed: the report of its end says more
+        # than any stack.
         if current.kill_failed():
             return
 
@@ -209,7 +212,8 @@ class Agent:
         current.killed_at = time.monotonic()
         self._zygote.drop_unsent()
 
-        # Before the zygote is ready, no rank exists, and none will.
+        # Before the zygote is ready no rank exists, and as the requests for them were dropped, none will: nothing more
+        # will be reported about them.
         if not self._zygote.ready:
             current.ranks.clear()
 
@@ -233,14 +237,15 @@ class Agent:
 
     def poll(self) -> list[ToCoordinator]:
         """Return the messages about what has happened since the last call."""
-        # What happened to ranks comes first: a zygote that died may have reported their ends before.
+        # First what the zygote reports. If it has died, it may have reported ends of ranks before.
         changes = self._zygote.poll()
         if self._current is not None:
             self._note_changes(self._current, changes)
 
+        # Then the zygote itself: the ranks of one that has died are lost, and count as gone below.
         self._check_zygote(self._current)
 
-        # The ranks were killed, and all of them are gone.
+        # Last, whether ranks that were killed are all gone.
         if self._current is not None and self._current.killed_at and self._current.all_gone:
             self._messages.append(RanksGone(self._current.attempt))
             self._close_attempt()
@@ -289,8 +294,10 @@ class Agent:
 
         # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
         attempt = self._current.attempt if self._current else None
-        text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
-        self._messages.append(NodeFailed(attempt, "import" if self._cannot_import else "zygote", text))
+        process = "the process" if self._zygote.pid is None else f"the process {self._zygote.pid}"
+        text = f"{process} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
+        kind = LauncherFailure.SETUP if self._zygote.refusal else LauncherFailure.ZYGOTE
+        self._messages.append(NodeFailed(attempt, LauncherFailure.IMPORT if self._cannot_import else kind, text))
 
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)
@@ -311,9 +318,9 @@ class Agent:
 
         return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
 
-    def sockets(self) -> list[ZygoteClient]:
+    def sockets(self) -> list[socket.socket]:
         """Return what to wait for: reports of the zygote."""
-        return [self._zygote] if self._zygote.alive else []
+        return self._zygote.sockets
 
     def _close_attempt(self) -> None:
         """Kill what is left of the current attempt, and remove its folder."""

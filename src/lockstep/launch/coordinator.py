@@ -1,6 +1,6 @@
 """The coordinator of a job: the state machine decides, and the coordinator carries out its commands.
 
-It runs in the launcher of one node. On several machines `nodes/search.py` finds out in which.
+It runs in the launcher of one node. On several nodes `nodes/search.py` finds out in which.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import partial
 from typing import assert_never
 
 from lockstep.launch.agent import Agent
-from lockstep.launch.decisions.commands import Command, DismissNode, DropNode, LogEvent, Send, StartAttempt
+from lockstep.launch.decisions.commands import Command, DismissNode, DropNode, RecordEvent, Send, StartAttempt
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.election import Lease
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.terminal import say
-from lockstep.launch.times import HEARTBEAT_S, OVERDUE_ITERATION_S
+from lockstep.launch.terminal import print_line
+from lockstep.launch.times import HEARTBEAT_S, STALLED_LOOP_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Acceptor, Rejection
 from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at, local_address, unused_port
@@ -53,7 +53,8 @@ WAIT_S = 0.05
 class Coordinator:
     """Runs the ranks of its node, exchanges messages with the other nodes and carries out the state machine's commands.
 
-    On several machines it has a `listener` and a `lease`, and after a takeover its predecessor's state (`inherited`).
+    On several nodes it has a `listener` and a `lease`. After a takeover it has its predecessor's state (`inherited`),
+    whose loss is a `failure`: the state machine decides whether the job restarts.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Coordinator:
         listener: socket.socket | None = None,
         lease: Lease | None = None,
         inherited: CoordinatorState | None = None,
+        failure: Failure | None = None,
     ):
         self._job = job
         self._agent = agent
@@ -88,11 +90,14 @@ class Coordinator:
         self._watch = FolderWatch(job.run_dir, lease)
 
         # The coordinating node joins its own job like any other node.
+        self._watch.refresh()
         now = time.monotonic()
-        self._state_machine = JobStateMachine(job, self._watch.look_at_checkpoints(), now, inherited)
+        self._state_machine = JobStateMachine(job, self._watch.checkpoints, now, inherited)
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
+        if failure is not None:
+            self._state_machine.took_over(failure, now)
 
-        # What changes from one iteration to the next.
+        # These change from one iteration to the next.
         self._newcomers: list[int] = []  # nodes that were welcomed in this iteration, and have no state yet
         self._check_due = now
         self._heartbeat_due = now
@@ -124,10 +129,6 @@ class Coordinator:
 
         return self._ending
 
-    def took_over(self, failure: Failure) -> None:
-        """Tell the state machine that this node has taken over from a lost coordinator."""
-        self._state_machine.took_over(failure, time.monotonic())
-
     @property
     def state(self) -> CoordinatorState:
         """The state from which a successor of this coordinator would start."""
@@ -147,13 +148,14 @@ class Coordinator:
         # A coordinator that was superseded must not act on what has arrived. The thread may not have looked yet: after
         # this process was halted, and if rank 0 has ended, which looks for a successor itself.
         rank_exited = any(isinstance(message, RankExited) for message in messages)
-        if rank_exited or now - self._watch.last_iteration_at > OVERDUE_ITERATION_S:
-            self._watch.look_for_successor()
+        if rank_exited or now - self._watch.last_iteration_at > STALLED_LOOP_S:
+            self._watch.refresh()
 
         if self._watch.superseded:
             return
 
-        self._watch.last_iteration_at = now
+        # The time for which the disk was waited for is none for which this process was halted.
+        now = self._watch.last_iteration_at = time.monotonic()
         self._send_heartbeat()
 
         # What happened goes in first, so that the deadlines below are judged with all that is known.
@@ -165,9 +167,11 @@ class Coordinator:
 
         self._poll_folder(now)
 
+        # Once a second take the heartbeat of this node, and look for ranks that stall.
         if now >= self._check_due:
             self._check_due = now + HEARTBEAT_S
-            self._every_second(now)
+            self._state_machine.receive(COORDINATOR, self._agent.heartbeat(), now)
+            self._state_machine.check_for_hangs(now)
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
@@ -189,11 +193,6 @@ class Coordinator:
             self._heartbeat_due = now + HEARTBEAT_S
             self._send_to_nodes(self.state)
 
-    def _every_second(self, now: float) -> None:
-        """Take the heartbeat of this node, and check for hangs."""
-        self._state_machine.receive(COORDINATOR, self._agent.heartbeat(), now)
-        self._state_machine.check_for_hangs(now)
-
     def _note_checkpoints(self, messages: list[Message | ConnectionLost], now: float) -> None:
         """Tell the state machine what the checkpoints show, which the thread has seen within the last second.
 
@@ -201,7 +200,7 @@ class Coordinator:
         """
         news = any(not isinstance(message, NodeHeartbeat) for message in messages)
         if news or self._state_machine.is_due(now):
-            self._watch.look_at_checkpoints()
+            self._watch.refresh()
 
         self._state_machine.note_checkpoints(self._watch.checkpoints)
 
@@ -228,8 +227,8 @@ class Coordinator:
         """Print the first peer that was rejected for some reason. Nothing that it sent is printed."""
         source = f" from {rejection.address}" if rejection.address else ""
         what = f"an unknown peer{source} at {where} {rejection.reason}"
-        say(f"lockstep: {what}; later ones of this kind are only counted")
-        self._watch.log({"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address})
+        print_line(f"lockstep: {what}; later ones of this kind are only counted")
+        self._watch.record_event({"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address})
 
     def _poll_folder(self, now: float) -> None:
         """Act on what the thread has found in the run folder."""
@@ -242,7 +241,7 @@ class Coordinator:
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
-            say(f"lockstep: {what}; end the job, or move the folder back: anything trained until then is lost")
+            print_line(f"lockstep: {what}; end the job, or move the folder back: anything trained until then is lost")
 
         # `lockstep resize` leaves a file, whose text the thread has read.
         while watch.resize_requests:
@@ -251,7 +250,7 @@ class Coordinator:
             if count is not None:
                 self._state_machine.resize_requested(count, now)
             else:
-                say(f"lockstep: {folder / RESIZE_REQUEST} must hold a number; it held {text[:80]!r}")
+                print_line(f"lockstep: {folder / RESIZE_REQUEST} must hold a number; it held {text[:80]!r}")
 
     # ---- messages of nodes ----
 
@@ -283,7 +282,7 @@ class Coordinator:
     def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
         lease = self._lease
-        assert lease is not None, "on one machine no node can join"
+        assert lease is not None, "on a single node no other can join"
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
@@ -327,11 +326,11 @@ class Coordinator:
             case DropNode():
                 self._hub.drop(command.node)
 
-            case LogEvent():
-                self._watch.log(command.event)
+            case RecordEvent():
+                self._watch.record_event(command.event)
 
             case Announce():
-                say(command.text)
+                print_line(command.text)
                 self._send_to_nodes(command)
 
             case JobEnd():
@@ -343,7 +342,8 @@ class Coordinator:
 
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes, which are numbered node by node."""
-        self._watch.look_for_successor()
+        # If the disk does not answer, rank 0 looks as well, once a second.
+        self._watch.refresh()
         if self._watch.superseded:
             return
 

@@ -1,11 +1,11 @@
-"""Which node coordinates a job on several machines: terms, and their files in the run folder.
+"""Decides which node coordinates a job on several nodes, with files in the run folder.
 
     .coordinator-3      the term file of term 3: a counter, then the host and address of the coordinator
     .cut-off-3-2        node 2 cannot reach the coordinator of term 3, although its counter grows
 
 To begin a term, a node creates the next term's file; the link succeeds for only one node. The node then removes the
 files of earlier terms. A coordinator whose term file is gone has been superseded: the coordinator and its rank 0 check
-this once a second, and end. All machines of a job share the run folder, so the term files alone decide which node may
+this once a second, and end. All nodes of a job share the run folder, so the term files alone decide which node may
 train there.
 """
 
@@ -48,7 +48,7 @@ class Term:
     address: str  # as it is typed after --join
 
 
-def newest(run: Path) -> Term | None:
+def newest_term(run: Path) -> Term | None:
     """Return the newest term; None if there is none. Raises OSError if the folder or a term file cannot be read."""
     for _ in range(_TRIES - 1):
         with suppress(FileNotFoundError):
@@ -224,7 +224,7 @@ def _digits(counter: int) -> bytes:
 
 
 def write_cut_off_file(run: Path, term: int, node: int) -> None:
-    """Say that this node cannot reach a live coordinator; a majority of such nodes may take over."""
+    """Leave a file that says that this node cannot reach a live coordinator; a majority of such nodes may take over."""
     with suppress(OSError):
         (run / f".cut-off-{term}-{node}").touch()
 
@@ -257,7 +257,7 @@ class CounterWatch:
 
     def note(self, term: int, counter: str, now: float) -> None:
         """Note the counter of a term. An empty counter means the file was unreadable, which proves nothing."""
-        # What was seen of another term, or before a read that failed, says nothing about this one.
+        # A counter of another term, or one from before a failed read, says nothing about this one.
         if not counter or (self._seen and self._seen[0] != term):
             self.reset()
 
@@ -315,12 +315,12 @@ class TakeoverWatch(CounterWatch):
         if self._seen is None:
             return None
 
-        # The coordinator's machine may be lost. Nodes with lower numbers go first.
+        # The coordinator's node may be lost. Nodes with lower numbers go first.
         lower_members = sum(COORDINATOR < number < self._number for number in self._members)
         if self.still_for(now) >= self._patience + self._longer_than(lower_members):
             return f"no sign of life in the run folder for {self.still_for(now):.0f} s"
 
-        # The coordinator is alive. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
+        # The coordinator is alive. If most nodes cannot reach it, it is the coordinator's node that is cut off.
         members = {COORDINATOR, *self._members}
         cut_off = cut_off & members
 

@@ -1,4 +1,4 @@
-"""Failures: why an attempt ended, and which of several failures explains the others.
+"""Failures: the reason why an attempt ended, and which of several failures explains the others.
 
 A failing rank writes its failure as a record (`ranks/rank_record.py`). For a rank that wrote none, the agent of its
 node works it out (`ranks/post_mortem.py`). The coordinator then picks the root failure, so that the user sees the error
@@ -19,13 +19,13 @@ from lockstep.launch import frames, lost_peer
 # The exit codes of ranks that did not fail: they have finished, or exited as they were asked to.
 CLEAN = (0, ExitCode.RESTART.value)
 
-# Who says that something failed: a rank, with its exception; the kernel, with a signal; or the launcher.
+# Who has noticed a failure: its rank, which raised an exception; the kernel, which sent a signal; or the launcher.
 Origin = Literal["exception", "signal", "launcher"]
 
 
 @dataclass(frozen=True)
 class FailureTraits:
-    """What is known about a kind of failure. The defaults are those of a signal."""
+    """The facts about a kind of failure that decide what follows it."""
 
     # The same program would most likely fail in the same way again, so a restart needs progress.
     likely_to_repeat: bool = False
@@ -44,55 +44,57 @@ class FailureTraits:
 
 
 class LauncherFailure(StrEnum):
-    """Kinds of failures whose origin is the launcher, with what is known about each."""
+    """Kinds of failures whose origin is the launcher."""
 
-    traits: FailureTraits
-
-    def __new__(cls, value: str, traits: FailureTraits) -> LauncherFailure:
-        member = str.__new__(cls, value)
-        member._value_ = value
-        member.traits = traits
-        return member
-
-    # A machine is lost, or too few machines joined.
-    NODE = "node", FailureTraits()
+    # A node is lost, or too few nodes joined.
+    NODE = "node"
 
     # The process that starts the ranks of a node ended, or could not import the program.
-    ZYGOTE = "zygote", FailureTraits()
-    IMPORT = "import", FailureTraits(dismisses_node=True, likely_to_repeat=True)
+    ZYGOTE = "zygote"
+    IMPORT = "import"
 
     # The system refused the process of a rank.
-    FORK = "fork", FailureTraits()
+    FORK = "fork"
 
-    # A node could not set up its ranks: no room for their folder, or a run folder that it cannot write to.
-    SETUP = "setup", FailureTraits(dismisses_node=True, likely_to_repeat=True)
+    # A node could not set up its ranks: no room for their folder, or a run folder that it cannot write to, or no
+    # process for its zygote.
+    SETUP = "setup"
 
     # No rank advances. In a deadlock the ranks' collectives prove that none can: more time would not help.
-    HANG = "hang", FailureTraits(hangs=True)
-    DEADLOCK = "deadlock", FailureTraits(hangs=True, likely_to_repeat=True)
+    HANG = "hang"
+    DEADLOCK = "deadlock"
 
-    # Ranks that were asked to save did not exit in time.
-    OVERDUE = "overdue", FailureTraits()
+    # Ranks that were asked to save did not exit within `restart.grace`.
+    GRACE_EXCEEDED = "grace exceeded"
 
     # A rank ended without an exception before its work was done.
-    EXIT = "exit", FailureTraits(likely_to_repeat=True)
+    EXIT = "exit"
 
 
-# What is known about exceptions, by their names: a record has no more. All others are errors of the program.
-EXCEPTIONS = {
-    SmallerMicroBatch.__name__: FailureTraits(asks_for_smaller_micro_batch=True),
-    OutOfStep.__name__: FailureTraits(likely_to_repeat=True, names_other_ranks=True),
+# The traits of each kind of failure, by its origin. A record has only the name of an exception. Every other kind has
+# the traits that its origin usually has: an exception is an error of the program.
+TRAITS: dict[tuple[Origin, str], FailureTraits] = {
+    ("launcher", LauncherFailure.IMPORT): FailureTraits(dismisses_node=True, likely_to_repeat=True),
+    ("launcher", LauncherFailure.SETUP): FailureTraits(dismisses_node=True, likely_to_repeat=True),
+    ("launcher", LauncherFailure.HANG): FailureTraits(hangs=True),
+    ("launcher", LauncherFailure.DEADLOCK): FailureTraits(hangs=True, likely_to_repeat=True),
+    ("launcher", LauncherFailure.EXIT): FailureTraits(likely_to_repeat=True),
+    ("exception", SmallerMicroBatch.__name__): FailureTraits(asks_for_smaller_micro_batch=True),
+    ("exception", OutOfStep.__name__): FailureTraits(likely_to_repeat=True, names_other_ranks=True),
 }
-ERROR_OF_PROGRAM = FailureTraits(likely_to_repeat=True)
+USUAL_TRAITS: dict[Origin, FailureTraits] = {
+    "launcher": FailureTraits(),
+    "signal": FailureTraits(),
+    "exception": FailureTraits(likely_to_repeat=True),
+}
 
-
-# What is known of an abort of rank 0: it writes to the terminal, so the launcher cannot read the reason.
+# The message of an abort of rank 0. It writes to the terminal, so the launcher cannot read the reason.
 ABORTED_UNREAD = "native code aborted; if it gave a reason, that is on the terminal"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended: which rank or node failed, where and when."""
+    """The reason why an attempt ended: the rank or node that failed, where and when."""
 
     rank: int | None  # None if no rank has failed, but a node, or the job as a whole
     host: str
@@ -125,16 +127,8 @@ class Failure:
 
     @property
     def traits(self) -> FailureTraits:
-        """What is known about this kind of failure."""
-        match self.origin:
-            case "exception":
-                return EXCEPTIONS.get(self.kind, ERROR_OF_PROGRAM)
-            case "signal":
-                return FailureTraits()
-            case "launcher":
-                # Another node may send any kind.
-                known = self.kind in set(LauncherFailure)
-                return LauncherFailure(self.kind).traits if known else FailureTraits()
+        """The traits of this kind of failure."""
+        return TRAITS.get((self.origin, self.kind), USUAL_TRAITS[self.origin])
 
     def noticed_as(self, kind: LauncherFailure) -> bool:
         """Return whether the launcher has noticed a failure of this kind."""
@@ -154,7 +148,7 @@ class Failure:
 
     @property
     def reports_lost_peer(self) -> bool:
-        """Whether another rank is gone, and that is all: a torch exception says so, or what followed from it."""
+        """Whether the failure only says that another rank is gone: as an exception of torch does, or one after it."""
         if self.origin == "exception":
             return self.follows_lost_peer
 
@@ -202,8 +196,8 @@ class Failure:
 # ---- how ranks ended, and which of them failed first ----
 
 
-class Consequence(IntEnum):
-    """Whether a rank failed only because another rank is gone, the least likely first."""
+class CausedByPeer(IntEnum):
+    """How likely it is that a rank failed only because another rank is gone; the least likely comes first."""
 
     NEVER = 0  # no exit of another rank can have led to this one
     UNLIKELY = 1  # an error of its own, which a peer that died first may still explain
@@ -211,8 +205,8 @@ class Consequence(IntEnum):
     CERTAIN = 3  # torch says that a peer is gone
 
 
-# What became of the save of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
-Save = Literal["saved", "failed", "nothing"]
+# The outcome of a save, of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
+SaveOutcome = Literal["saved", "failed", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -222,35 +216,35 @@ class RankExit:
     code: int
     failure: Failure | None = None
     exit_line: str = ""  # FILE:LINE of the sys.exit(0) that ended the rank, if one did
-    save: Save | None = None  # None if the rank was not asked to save and exit
+    save_outcome: SaveOutcome | None = None  # None if the rank was not asked to save and exit
     save_step: int | None = None  # the step that it saved, or failed to save
 
     @classmethod
-    def as_asked(cls, save: Save, step: int | None = None) -> RankExit:
+    def as_asked(cls, outcome: SaveOutcome, step: int | None = None) -> RankExit:
         """Return the end of a rank that was asked to save and exit."""
-        return cls(ExitCode.RESTART.value, save=save, save_step=step)
+        return cls(ExitCode.RESTART.value, save_outcome=outcome, save_step=step)
 
     @property
     def clean(self) -> bool:
         """Whether the rank finished, or exited as it was asked to."""
-        return self.failure is None and self.code == (ExitCode.RESTART if self.save else ExitCode.FINISHED)
+        return self.failure is None and self.code == (ExitCode.RESTART if self.save_outcome else ExitCode.FINISHED)
 
     @property
-    def consequence(self) -> Consequence:
+    def caused_by_peer(self) -> CausedByPeer:
         """Whether this rank failed only because another rank is gone; UNLIKELY for a rank that has not failed."""
         failure = self.failure
         if failure is None:
-            return Consequence.UNLIKELY
+            return CausedByPeer.UNLIKELY
 
         # A rank that has lost its peers raises, or aborts. This one was killed by another signal, or exited without an
         # exception, or was never forked.
         if failure.origin == "launcher" or (failure.origin == "signal" and failure.kind != signal.SIGABRT.name):
-            return Consequence.NEVER
+            return CausedByPeer.NEVER
 
         if failure.reports_lost_peer:
-            return Consequence.CERTAIN
+            return CausedByPeer.CERTAIN
 
-        return Consequence.POSSIBLE if failure.aborted_unread else Consequence.UNLIKELY
+        return CausedByPeer.POSSIBLE if failure.aborted_unread else CausedByPeer.UNLIKELY
 
 
 def pick_root(exits: dict[int, RankExit]) -> int | None:
@@ -260,7 +254,7 @@ def pick_root(exits: dict[int, RankExit]) -> int | None:
     process that dies leaves no record, and its peers record within milliseconds that they lost it, so time alone would
     pick one of the peers.
     """
-    failures = [(end.consequence, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None]
+    failures = [(end.caused_by_peer, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None]
     return min(failures)[-1] if failures else None
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator reads from the run folder, and writes there, once a second."""
+"""The coordinator's access to the run folder: a thread reads and writes there, once a second and on request."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class FolderWatch:
         self.removed = False
         self.error: Exception | None = None
 
-        # Held during a look at the checkpoints, so that an older one does not replace a newer one.
-        self._looking = threading.Lock()
+        # How often the coordinator's loop has asked for a look, and how many of these requests were met.
+        self._asked = 0
+        self._met = 0
+        self._has_met = threading.Condition()
 
         # Events that the coordinator's loop has left, to be written to events.jsonl.
         self._events: deque[dict[str, Any]] = deque()
@@ -65,70 +67,82 @@ class FolderWatch:
         try:
             while not self.superseded and not self._closed:
                 self.look_at_folder()
-                self._write_events_until(time.monotonic() + HEARTBEAT_S)
+                self._serve_until(time.monotonic() + HEARTBEAT_S)
         except Exception as error:
             # The coordinator's loop raises it, whatever it is: without this thread nothing renews the lease.
             self.error = error
         finally:
             self._write_events()
 
-    def _write_events_until(self, next_look: float) -> None:
-        """Write each event at once, until it is time for the next look."""
+    def _serve_until(self, next_look: float) -> None:
+        """Do what the loop asks for, until it is time to look at everything again."""
         while not self._closed and (seconds := next_look - time.monotonic()) > 0:
             self._awake.wait(seconds)
             self._awake.clear()
+
+            # What the loop waits for comes first.
+            if self._asked > self._met:
+                self._look()
+
             self._write_events()
 
     def _write_events(self) -> None:
         while self._events:
             append_event(self._run_dir, self._events.popleft())
 
-    def log(self, event: Mapping[str, Any]) -> None:
+    def record_event(self, event: Mapping[str, Any]) -> None:
         """Have an event appended to the run's events. The coordinator's loop does not wait for the disk."""
         self._events.append({"time": time.time(), **event})
         self._awake.set()
 
     def look_at_folder(self) -> None:
-        """Look once at everything that the coordinator must know."""
-        self._look_at_term()
-        self.look_at_checkpoints()
+        """Look once at everything that the coordinator must know. Only the thread does that: it may block."""
+        self._renew_lease()
+        self._look()
         self._notice_removal()
         request = take_request(self._run_dir)
         if request is not None:
             self.resize_requests.append(request)
 
-    def _look_at_term(self) -> None:
-        """Renew the lease, and check whether another node has taken over."""
+    def _renew_lease(self) -> None:
+        """Renew the lease, unless the coordinator's loop stalls."""
         # The loop may stall, for example in a write to a terminal stopped with Ctrl-S, for as long as it takes the
         # other nodes to lose this one. Then the lease is not renewed: another node is to take over.
         stalls = time.monotonic() - self.last_iteration_at > LOST_AFTER_S
         if self._lease is not None and not stalls:
             self._lease.renew()
 
-        self.look_for_successor()
+    def _look(self) -> None:
+        """Look whether another node has taken over, and at the checkpoints."""
+        # A request that comes during this look may be about something that happened after it.
+        asked = self._asked
 
-    def look_for_successor(self) -> None:
-        """Check whether another node has taken over. The coordinator's loop calls this as well; it may block."""
         if self._lease is not None and self._lease.superseded():
             self.superseded = True
 
-    def look_at_checkpoints(self) -> CheckpointFacts:
-        """Return what the checkpoints show now or, if the disk fails or does not answer, what they showed last.
+        # If the disk fails, the checkpoints are taken to be as they were.
+        with suppress(OSError):
+            self.checkpoints = read_checkpoint_facts(self._run_dir / CHECKPOINTS)
 
-        The coordinator's loop calls this as well, when something has happened: what follows must not depend on what was
-        true a second ago.
+        with self._has_met:
+            self._met = asked
+            self._has_met.notify_all()
+
+    def refresh(self) -> None:
+        """Have the thread look now, and wait for it: what follows must not depend on what was true a second ago.
+
+        The coordinator's loop calls this when something has happened. If the disk does not answer within LOOK_S, the
+        loop goes on with what was seen last.
         """
-        # If the thread has been waiting for the disk for this long, the loop must go on without it.
-        if not self._looking.acquire(timeout=LOOK_S):
-            return self.checkpoints
+        # Before the thread has begun, no other node waits for this one.
+        if self._thread.ident is None:
+            self._look()
+            return
 
-        try:
-            with suppress(OSError):
-                self.checkpoints = read_checkpoint_facts(self._run_dir / CHECKPOINTS)
-        finally:
-            self._looking.release()
-
-        return self.checkpoints
+        self._asked += 1
+        self._awake.set()
+        with self._has_met:
+            self._has_met.wait_for(lambda: self._met == self._asked or not self._thread.is_alive(), LOOK_S)
 
     def _notice_removal(self) -> None:
         """Note that the run folder is gone or another one: nothing that is trained from now on can be saved there."""

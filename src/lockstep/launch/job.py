@@ -1,4 +1,4 @@
-"""The job that a launcher runs: what each rank executes, on how many processes and machines, and when it restarts."""
+"""The job that a launcher runs: what each rank executes, on how many processes and nodes, and when it restarts."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ PROGRAM = "program"
 
 @dataclass(frozen=True)
 class Bounds:
-    """The fewest and the most ranks or nodes. The job starts with `preferred` of them, or else with `most`."""
+    """The fewest and the most ranks or nodes. The job starts with `start_with` of them, or else with `most`."""
 
     least: int
     most: int
-    preferred: int | None = None
+    start_with: int | None = None
 
     @property
     def initial(self) -> int:
-        return self.most if self.preferred is None else self.preferred
+        return self.most if self.start_with is None else self.start_with
 
     def __str__(self) -> str:
         return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
@@ -65,16 +65,16 @@ class Job:
     join: str | None = None  # HOST:PORT where the nodes meet, or several with commas between them
     host: str | None = None  # this node's name and address, where the default would be wrong
 
-    # This node's number, if a platform numbers its machines: then number 0 coordinates first, at the address of `join`.
+    # This node's number, if a platform numbers its nodes: then number 0 coordinates first, at the address of `join`.
     node: int | None = None
 
-    # Whether the user has named no run folder. On several machines the coordinator's choice then applies to all nodes.
+    # Whether the user has named no run folder. On several nodes the coordinator's choice then applies to all nodes.
     run_dir_was_chosen: bool = False
 
     # The name of a checkpoint of this run, if --resume names one: the first attempt goes back to it.
     goes_back_to: str | None = None
 
-    # What to type to resume the job.
+    # The command that resumes the job.
     resume_command: str = "run the same command again with --resume auto"
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. It is text, because this package must not import
@@ -121,7 +121,7 @@ def as_json(values: Any) -> Any:
 # ---- the settings of its task ----
 
 
-class Settings(ConfigSection):
+class LauncherSettings(ConfigSection):
     """The settings of the task that the launcher needs: when ranks count as hanging, and how often a job restarts.
 
     Until rank 0 has read them, the defaults apply.
@@ -160,7 +160,7 @@ def parse_nproc(asked: str | int | None) -> Bounds:
 
     # A range begins with one process per GPU or core of this machine, within its bounds.
     here = visible_gpus() or available_cores()
-    return replace(bounds, preferred=max(bounds.least, min(bounds.most, here)))
+    return replace(bounds, start_with=max(bounds.least, min(bounds.most, here)))
 
 
 def parse_nnodes(asked: str | int | None) -> Bounds:

@@ -1,4 +1,4 @@
-"""Whether an error only says that another rank is gone: what torch says then, and what follows from that."""
+"""Recognises errors that are only the consequence of a lost peer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
 
-# What gloo, NCCL and torch's store say in a rank whose peer is gone. NCCL's watchdog says it after a timeout. A later
-# collective repeats the reason why the communicator was aborted, which may be an error of this rank, or gives none.
+# The messages of gloo, NCCL and torch's store in a rank whose peer is gone. The one about a timeout is of NCCL's
+# watchdog. A collective after it repeats why the communicator was aborted: only without such a reason is a peer gone.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
     r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting"
@@ -35,6 +35,14 @@ def says_so(kind: str, text: str) -> bool:
     return (kind in _TORCH_ERRORS or raised_by_gloo) and bool(_LOST_PEER.search(text))
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception. A program's own class may fail to say anything."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text is not known: __str__ raised {type(failure).__name__})"
+
+
 def follows(error: BaseException) -> bool:
     """Return whether an exception, or one of those that led to it, only says that another rank is gone.
 
@@ -45,7 +53,7 @@ def follows(error: BaseException) -> bool:
         if isinstance(link, UserError | OutOfStep | SmallerMicroBatch):
             continue
 
-        if says_so(type(link).__name__, str(link)):
+        if says_so(type(link).__name__, text_of(link)):
             return True
 
         # A program may have linked them in a circle, and may say which of its errors are equal.

@@ -1,4 +1,4 @@
-"""The restarts of a job so far: how many there were, how many without a new checkpoint, and what caused them.
+"""Counts the restarts of a job: within the last hour, and since its newest checkpoint.
 
 All nodes receive them in the `CoordinatorState`: a node that takes over continues with them.
 """
@@ -9,36 +9,36 @@ from dataclasses import dataclass, field
 
 from lockstep.launch.times import within_last_hour
 
-# How many times nodes of a host are dismissed within an hour before no other may join from there: each of them costs
-# all ranks a save and a start.
+# How many nodes of a host may be dismissed within an hour. Then no other may join from there: each of them costs all
+# ranks a save and a start.
 MAX_DISMISSED = 2
 
 
 @dataclass
 class Restarts:
-    """Counts the restarts that count for the limits. Times are those of the coordinator's monotonic clock."""
+    """The restarts that the limits of a job apply to. Times are those of the coordinator's monotonic clock."""
 
-    # When they were, within the last hour.
+    # The times of the restarts within the last hour.
     times: list[float] = field(default_factory=list)
 
-    # How many have followed each other since the newest checkpoint, how many of them followed a hang, and its step.
+    # How many restarts there were since the newest checkpoint, how many of them after a hang, and its step.
     in_a_row: int = 0
     hangs: int = 0
-    newest: int | None = None
+    newest_step: int | None = None
 
     # Host -> when nodes of it were dismissed, because they could not import the program or set up their ranks.
     dismissed: dict[str, list[float]] = field(default_factory=dict)
 
-    def by_another_clock(self, ahead: float) -> Restarts:
-        """Return the same restarts with the times of a clock that is `ahead` by this many seconds."""
-        times = [moment + ahead for moment in self.times]
-        dismissed = {host: [moment + ahead for moment in moments] for host, moments in self.dismissed.items()}
-        return Restarts(times, self.in_a_row, self.hangs, self.newest, dismissed)
+    def shift_clock(self, seconds: float) -> Restarts:
+        """Return the same restarts with the times of a clock that is ahead by this many seconds."""
+        times = [moment + seconds for moment in self.times]
+        dismissed = {host: [moment + seconds for moment in moments] for host, moments in self.dismissed.items()}
+        return Restarts(times, self.in_a_row, self.hangs, self.newest_step, dismissed)
 
-    def note_checkpoint(self, newest: int | None) -> None:
+    def note_checkpoint(self, newest_step: int | None) -> None:
         """Note the step of the newest checkpoint, if one is known. A new one begins a new row."""
-        if newest not in (None, self.newest):
-            self.newest, self.in_a_row, self.hangs = newest, 0, 0
+        if newest_step not in (None, self.newest_step):
+            self.newest_step, self.in_a_row, self.hangs = newest_step, 0, 0
 
     def count(self, now: float, hang: bool = False) -> None:
         """Count a restart, after a `hang` or another failure."""

@@ -38,7 +38,7 @@ def supervise(job: Job) -> Outcome:
 
         with hold_for_new_job(job.run_dir, job.goes_back_to), closing(Agent(job, name)) as agent:
             ending = Coordinator(job, agent, signals).run()
-            assert ending is not None, "only a job on several machines can be taken over"
+            assert ending is not None, "only a job on several nodes can be taken over"
             return Outcome(ending, ended_here=True)
 
 

@@ -1,4 +1,4 @@
-"""What a launcher prints, and what becomes of it when nobody reads any more."""
+"""Prints for the launcher; tolerates a closed pipe."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def shares_log() -> bool:
     return ONE_LOG in os.environ
 
 
-def say(text: str) -> None:
-    """Print a text to stderr, even if parts of it come from ranks and other nodes."""
+def print_line(text: str) -> None:
+    """Print a text, of one line or more, to stderr. Parts of it may come from ranks and other nodes."""
     # The reader of a pipe may be gone, as in `lockstep train ... 2>&1 | tee log`. The job goes on without it.
     try:
         # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.

@@ -73,8 +73,8 @@ def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | Non
     return "; ".join(parts) or None
 
 
-def problem_with(message: Message, node: int, attempt: Attempt) -> str | None:
-    """Return why this message of a node cannot be right, or None. `attempt` is the current one."""
+def problem_with(message: Message, node: int, attempt: Attempt | None) -> str | None:
+    """Return why this message of a node cannot be right, or None. `attempt` is the current one, if there is one."""
     if not isinstance(message, ToCoordinator):
         return f"{type(message).__name__} is not for the coordinator"
 
@@ -83,9 +83,8 @@ def problem_with(message: Message, node: int, attempt: Attempt) -> str | None:
         return problem
 
     # A message about an earlier attempt is ignored anyway.
-    strange = set(message.ranks) - set(attempt.ranks_on(node))
-    of_this_attempt = getattr(message, "attempt", None) == attempt.number
-    if strange and of_this_attempt:
-        return f"ranks {sorted(strange)} are not its ranks"
+    if attempt is None or getattr(message, "attempt", None) != attempt.number:
+        return None
 
-    return None
+    strange = set(message.ranks) - set(attempt.ranks_on(node))
+    return f"ranks {sorted(strange)} are not its ranks" if strange else None

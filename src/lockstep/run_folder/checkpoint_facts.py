@@ -21,7 +21,7 @@ class CheckpointFacts:
     """What the checkpoints of a run showed at one moment."""
 
     # The step of the newest committed checkpoint; while a run goes back to an earlier one, the step of that one.
-    newest: int | None = None
+    newest_step: int | None = None
 
     # How many ranks have confirmed each uncommitted save, and whether one of these saves has its manifest.
     confirmed: frozenset[int] = frozenset()

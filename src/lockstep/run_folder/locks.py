@@ -176,7 +176,7 @@ def hold_idle(run: Path) -> Iterator[None]:
 
 
 def break_locks(run: Path) -> None:
-    """Remove the locks for a job's next coordinator, because a suspended predecessor may hold them for ever.
+    """Remove the locks for a job's next coordinator, because a suspended predecessor may hold them forever.
 
     The lock of a file that was removed protects nothing; the term file says which node may train there (`election.py`).
     """

@@ -1,5 +1,6 @@
 """The agent of a node: what it gives its ranks, and what it says of a zygote that dies and of ranks that are killed."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from lockstep.launch import agent as module
 from lockstep.launch.agent import Agent
-from lockstep.launch.failure import RankExit
+from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks, rank_record, zygote_client
 from lockstep.launch.ranks.post_mortem import examine
@@ -84,7 +85,7 @@ def test_a_zygote_that_is_killed_while_it_imports_is_replaced(importing):
     os.kill(first, signal.SIGKILL)
     (message,) = first_messages(agent)
     text = f"the process {first} that starts the ranks on host-a was killed by SIGKILL while importing"
-    assert message == NodeFailed(None, "zygote", text)
+    assert message == NodeFailed(None, LauncherFailure.ZYGOTE, text)
     assert agent._zygote.alive
     assert agent._zygote.pid != first
 
@@ -113,6 +114,39 @@ def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypat
     (message,) = first_messages(agent)
     assert message.what == "import"
     assert message.why.endswith("did not finish its imports within 0 s")
+
+
+@pytest.mark.parametrize("for_s", [0.01, 600.0])
+def test_a_zygote_that_the_system_refuses_is_no_end_of_the_launcher(importing, monkeypatch, for_s):
+    """The error came out of `poll`, and what the agent had to report was lost."""
+    agent = importing("import time; time.sleep(600)")
+    started = subprocess.Popen
+
+    def refuse(*arguments, **options):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(module, "START_ZYGOTE_S", for_s)
+    monkeypatch.setattr(zygote_client.subprocess, "Popen", refuse)
+    monkeypatch.setattr(zygote_client, "START_RETRY_S", 0.0)
+    first = agent._zygote.pid
+    os.kill(first, signal.SIGKILL)
+    (message,) = first_messages(agent)
+    assert (message.what, message.why.split()[2]) == ("zygote", str(first))
+
+    # The next attempt finds no zygote: its ranks wait for one, or the node cannot run them.
+    agent.carry_out(START)
+    if for_s > 1:
+        assert agent.poll() == []
+        monkeypatch.setattr(zygote_client.subprocess, "Popen", started)
+        agent.poll()
+        assert agent._zygote.pid is not None
+        return
+
+    (message,) = first_messages(agent)
+    why = (
+        "the process that starts the ranks on host-a could not be started within 0 s: Resource temporarily unavailable"
+    )
+    assert message == NodeFailed(0, LauncherFailure.SETUP, why)
 
 
 def test_ranks_that_do_not_exist_yet_have_nothing_to_save(importing):
@@ -166,9 +200,10 @@ class FakeZygote(SimpleNamespace):
     pid = 1
     ready = True
     cannot_import = False
+    refusal = None
     how_it_ended = "died"
 
-    def __init__(self, entry, preload, env):
+    def __init__(self, entry, preload, env, patience):
         super().__init__(env=env, alive=True)
 
     def fork(self, *arguments):

@@ -13,7 +13,7 @@ from lockstep.files.jsonl import read_jsonl
 from lockstep.launch import coordinator as module
 from lockstep.launch import election, folder_watch
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.decisions.commands import DropNode, LogEvent, StartAttempt
+from lockstep.launch.decisions.commands import DropNode, RecordEvent, StartAttempt
 from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder_watch import FolderWatch
@@ -58,13 +58,18 @@ def started(tmp_path):
     return make
 
 
+def seen(watch: FolderWatch) -> CheckpointFacts:
+    watch.refresh()
+    return watch.checkpoints
+
+
 def test_one_error_of_the_disk_does_not_look_like_lost_checkpoints(tmp_path, monkeypatch):
     """A listing that failed on NFS looked like a run without a checkpoint, and the next error ended the job."""
     checkpoints = tmp_path / "checkpoints"
     watch = FolderWatch(tmp_path, None)
-    assert watch.look_at_checkpoints() == CheckpointFacts()
+    assert seen(watch) == CheckpointFacts()
     (checkpoints / "step-00000004").mkdir(parents=True)
-    assert watch.look_at_checkpoints() == CheckpointFacts(newest=4)
+    assert seen(watch) == CheckpointFacts(newest_step=4)
 
     def fail(path):
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -72,9 +77,9 @@ def test_one_error_of_the_disk_does_not_look_like_lost_checkpoints(tmp_path, mon
     (checkpoints / "step-00000006").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(os, "scandir", fail)
-        assert watch.look_at_checkpoints() == CheckpointFacts(newest=4)
+        assert seen(watch) == CheckpointFacts(newest_step=4)
 
-    assert watch.look_at_checkpoints() == CheckpointFacts(newest=6)
+    assert seen(watch) == CheckpointFacts(newest_step=6)
 
 
 def test_one_error_of_the_disk_does_not_look_like_a_removed_folder(tmp_path, monkeypatch):
@@ -106,7 +111,7 @@ def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypat
     monkeypatch.setattr(coordinator, "_heartbeat_due", float("inf"))
     coordinator._iterate()
     assert not sent
-    coordinator._state_machine._state.decided = End(1, "it has failed")
+    coordinator._state_machine._state.decided = End(JobEnd(1), "it has failed")
     monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
     coordinator._iterate()
     coordinator._iterate()
@@ -135,34 +140,103 @@ def test_events_do_not_hold_up_the_loop_and_are_written_in_the_end(started, tmp_
     monkeypatch.setattr(folder_watch, "append_event", slow)
     coordinator._watch.start()
     for number in range(3):
-        coordinator._carry_out(LogEvent({"event": "restart", "attempt": number}))
+        coordinator._carry_out(RecordEvent({"event": "restart", "attempt": number}))
     assert not (tmp_path / EVENTS).exists()
     answers.set()
     coordinator._watch.close()
     assert [event["attempt"] for event in read_jsonl(tmp_path / EVENTS)] == [0, 1, 2]
 
 
-def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_path, monkeypatch):
-    """The thread waits for it. The loop goes on with what was seen last, or the other nodes would lose this one."""
-    monkeypatch.setattr(folder_watch, "LOOK_S", 0.01)
+class SlowDisk:
+    """A disk that answers only when the test says so. `checkpoints` and `superseded` read it."""
+
+    def __init__(self):
+        self.answers = threading.Event()
+        self.readers: set[str] = set()
+
+    def wait(self) -> None:
+        self.readers.add(threading.current_thread().name)
+        self.answers.wait(60)
+
+    def checkpoints(self, path) -> CheckpointFacts:
+        self.wait()
+        return CheckpointFacts(newest_step=4)
+
+    def superseded(self) -> bool:
+        self.wait()
+        return False
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    disk = SlowDisk()
+    monkeypatch.setattr(folder_watch, "LOOK_S", 0.05)
+    yield disk
+    disk.answers.set()
+
+
+@pytest.mark.parametrize("thread", ["looks", "waits"])
+def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_path, monkeypatch, slow_disk, thread):
+    """The loop goes on with what was seen last, or the other nodes would lose this one.
+
+    It once read the disk itself if the thread did something else at that moment, and waited without a limit.
+    """
     watch = FolderWatch(tmp_path, None)
-    asked, answers = threading.Event(), threading.Event()
+    if thread == "waits":
+        watch.start()
+        watch.refresh()
 
-    def slow(path):
-        asked.set()
-        answers.wait(60)
-        return CheckpointFacts(newest=4)
+    monkeypatch.setattr(folder_watch, "read_checkpoint_facts", slow_disk.checkpoints)
+    if thread == "looks":
+        watch.start()
 
-    monkeypatch.setattr(folder_watch, "read_checkpoint_facts", slow)
-    thread = threading.Thread(target=watch.look_at_folder)
-    thread.start()
-    try:
-        assert asked.wait(60)
-        assert watch.look_at_checkpoints() == CheckpointFacts()
-    finally:
-        answers.set()
-        thread.join()
-    assert watch.checkpoints == CheckpointFacts(newest=4)
+    began = time.monotonic()
+    watch.refresh()
+    assert time.monotonic() - began < 10
+    assert watch.checkpoints == CheckpointFacts()
+
+    # As soon as the disk answers, so does the thread.
+    slow_disk.answers.set()
+    monkeypatch.setattr(folder_watch, "LOOK_S", 60)
+    watch.refresh()
+    watch.close()
+    assert watch.checkpoints == CheckpointFacts(newest_step=4)
+    assert slow_disk.readers == {"lockstep-folder"}
+
+
+def test_a_disk_that_does_not_answer_does_not_keep_the_end_of_a_rank(started, monkeypatch, slow_disk):
+    """The loop looked for a successor itself, without a limit."""
+    coordinator, term = started([])
+    exits, ended = [], RankExited(0, 0, RankExit(-9))
+    monkeypatch.setattr(coordinator._state_machine._rank_exits, "note", lambda message, now: exits.append(message))
+    monkeypatch.setattr(coordinator._agent, "poll", lambda: [ended], raising=False)
+    monkeypatch.setattr(term, "superseded", slow_disk.superseded)
+    monkeypatch.setattr(folder_watch, "END_S", 0.0)
+    coordinator._watch.start()
+    coordinator._iterate()
+    coordinator._watch.close()
+    assert exits == [ended]
+    assert slow_disk.readers == {"lockstep-folder"}
+
+
+def test_a_request_during_a_look_is_answered_by_the_next(tmp_path, monkeypatch):
+    """What the thread looks at may have changed since."""
+    watch = FolderWatch(tmp_path, None)
+    looks, goes_on = [], threading.Event()
+
+    def count(path):
+        looks.append(len(looks))
+        if looks == [0]:
+            goes_on.wait(60)
+        return CheckpointFacts(newest_step=len(looks))
+
+    monkeypatch.setattr(folder_watch, "read_checkpoint_facts", count)
+    watch.start()
+    while not looks:
+        time.sleep(0.001)
+    threading.Timer(0.05, goes_on.set).start()
+    assert seen(watch) == CheckpointFacts(newest_step=2)
+    watch.close()
 
 
 def test_the_checkpoints_are_looked_at_when_a_rank_has_ended(started, tmp_path):
@@ -170,10 +244,10 @@ def test_the_checkpoints_are_looked_at_when_a_rank_has_ended(started, tmp_path):
     coordinator, _ = started([])
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     coordinator._iterate()
-    assert coordinator._state_machine._state.checkpoints.newest is None
+    assert coordinator._state_machine._state.checkpoints.newest_step is None
     coordinator._agent.poll = lambda: [RankExited(0, 0, RankExit(0))]
     coordinator._iterate()
-    assert coordinator._state_machine._state.checkpoints.newest == 4
+    assert coordinator._state_machine._state.checkpoints.newest_step == 4
 
 
 def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
@@ -238,7 +312,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._watch.last_iteration_at -= module.OVERDUE_ITERATION_S + 1
+    coordinator._watch.last_iteration_at -= module.STALLED_LOOP_S + 1
     coordinator._iterate()
     assert coordinator._watch.superseded
     assert signals == ["SIGTERM"]  # for the successor

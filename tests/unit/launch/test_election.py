@@ -11,7 +11,7 @@ from lockstep.launch.election import CounterWatch, TakeoverWatch, Term, TermFile
 
 def test_a_term_begins_once(tmp_path):
     first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
-    assert election.newest(tmp_path) == first.term == Term(1, "host-a", "10.0.0.1:29400")
+    assert election.newest_term(tmp_path) == first.term == Term(1, "host-a", "10.0.0.1:29400")
     assert begin_term(tmp_path, 0, "host-b", "10.0.0.2:29400") is None
     assert not first.superseded()
 
@@ -24,9 +24,9 @@ def test_the_next_term_supersedes_the_last(tmp_path):
     assert first.superseded()
     assert rank.superseded()
     assert not second.superseded()
-    assert election.newest(tmp_path).host == "host-b"
+    assert election.newest_term(tmp_path).host == "host-b"
     second.end()
-    assert election.newest(tmp_path) is None
+    assert election.newest_term(tmp_path) is None
 
 
 def test_a_node_that_slept_through_two_terms_begins_none(tmp_path):
@@ -41,7 +41,7 @@ def test_a_job_that_has_ended_is_not_continued(tmp_path):
     first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
     first.end()
     assert begin_term(tmp_path, first.term.number, "host-b", "10.0.0.2:29400") is None
-    assert election.newest(tmp_path) is None
+    assert election.newest_term(tmp_path) is None
 
 
 def test_a_job_may_end_between_the_look_and_the_link(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_the_count_grows_in_place(tmp_path):
     term.renew()
     assert not term.superseded()
     assert int(election.read_counter(tmp_path, 1)) == int(before) + 1
-    assert election.newest(tmp_path) == term.term
+    assert election.newest_term(tmp_path) == term.term
 
 
 def test_a_folder_that_was_removed_is_another_matter(tmp_path):
@@ -80,7 +80,7 @@ def test_a_folder_that_was_removed_is_another_matter(tmp_path):
 @pytest.mark.parametrize("text", ["", "x", "0" * 20 + "[]", "0" * 20 + '{"host": 1, "address": "a:1"}'])
 def test_a_term_file_that_no_launcher_wrote(tmp_path, text):
     (tmp_path / ".coordinator-7").write_text(text)
-    assert election.newest(tmp_path) is None
+    assert election.newest_term(tmp_path) is None
     assert begin_term(tmp_path, None, "host-a", "10.0.0.1:29400").term.number == 8
 
 
@@ -95,22 +95,22 @@ def test_a_takeover_between_the_list_and_the_look(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(election, "_term_numbers", slow)
-    assert election.newest(tmp_path).host == "b"
+    assert election.newest_term(tmp_path).host == "b"
 
 
 def test_a_missing_term_file_differs_from_an_unreadable_one(tmp_path, monkeypatch):
-    assert election.newest(tmp_path) is None
-    assert election.newest(tmp_path / "missing") is None
+    assert election.newest_term(tmp_path) is None
+    assert election.newest_term(tmp_path / "missing") is None
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        election.newest(tmp_path / "file")
+        election.newest_term(tmp_path / "file")
     os.mkfifo(tmp_path / ".coordinator-8")
-    assert election.newest(tmp_path) is None
+    assert election.newest_term(tmp_path) is None
     monkeypatch.setattr(
         election, "_term_numbers", lambda run: [9]
     )  # a list that a network file system keeps for too long
     with pytest.raises(FileNotFoundError):
-        election.newest(tmp_path)
+        election.newest_term(tmp_path)
 
 
 # When a node takes over

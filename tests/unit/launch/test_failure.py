@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
 from lockstep.launch import lost_peer
-from lockstep.launch.failure import Consequence, Failure, LauncherFailure, RankExit, left_early, pick_root
+from lockstep.launch.failure import CausedByPeer, Failure, LauncherFailure, RankExit, left_early, pick_root
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import examine
 from lockstep.runtime.heartbeat import Heartbeat
@@ -117,7 +117,7 @@ def test_a_timeout_of_nccl_is_a_complaint(message, lost, local_rank):
     local_rank.log.write_text(
         f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}\n"
     )
-    certain = examine(local_rank, -signal.SIGABRT, WHEN).consequence is Consequence.CERTAIN
+    certain = examine(local_rank, -signal.SIGABRT, WHEN).caused_by_peer is CausedByPeer.CERTAIN
     assert certain is lost
 
 
@@ -130,9 +130,9 @@ def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, 
     assert root_failure({0: aborted, 1: RankExit(1, recorded(1, RuntimeError(RESET)))}).kind == "SIGABRT"
 
     # A rank that has done its work waits for no peer.
-    assert aborted.consequence is Consequence.POSSIBLE
+    assert aborted.caused_by_peer is CausedByPeer.POSSIBLE
     Heartbeat(rank_0.folder / "heartbeat-0").beat("end", 41)
-    assert examine(rank_0, -signal.SIGABRT, time.time()).consequence is Consequence.UNLIKELY
+    assert examine(rank_0, -signal.SIGABRT, time.time()).caused_by_peer is CausedByPeer.UNLIKELY
 
 
 def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(local_rank, recorded):
@@ -212,7 +212,7 @@ def test_an_exception_is_an_exception_whatever_its_name(name, recorded):
     mine = recorded(0, type(name, (Exception,), {})("Connection closed by peer"))
     assert mine.origin == "exception"
     assert mine.likely_to_repeat
-    assert RankExit(1, mine).consequence is Consequence.UNLIKELY
+    assert RankExit(1, mine).caused_by_peer is CausedByPeer.UNLIKELY
     assert not mine.reports_lost_peer
     assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 
@@ -275,6 +275,6 @@ def test_what_torch_says_of_a_lost_peer(kind, message):
 def test_a_rank_that_was_never_forked_is_the_cause():
     refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
     lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out", follows_lost_peer=True))
-    assert refused.consequence is Consequence.NEVER
+    assert refused.caused_by_peer is CausedByPeer.NEVER
     assert root_failure({0: lost, 1: refused}).kind == "fork"
     assert not refused.failure.likely_to_repeat  # other processes of the machine may end

@@ -79,7 +79,7 @@ def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     outbox = Outbox(Path("logs"))
     news = NodeNews(outbox)
     for number in range(100):
-        news.say("joined", f"host-{number}", f"node {number} joined", now=10.0)
+        news.announce("joined", f"host-{number}", f"node {number} joined", now=10.0)
     assert len(outbox.take()) == LINES_PER_S
     news.sum_up(10.5, 100)
     assert outbox.take() == []
@@ -87,7 +87,7 @@ def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     [line] = outbox.take()
     assert line.text.startswith("lockstep: 92 more nodes joined (host-8, host-9, ")
     assert line.text.endswith("and 87 more); 100 nodes now")
-    news.say("lost", "host-3", "node 3 vanished", now=13.0)
+    news.announce("lost", "host-3", "node 3 vanished", now=13.0)
     assert len(outbox.take()) == 1
 
 

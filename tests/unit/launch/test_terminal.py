@@ -6,10 +6,10 @@ import sys
 
 SAY = """
 import sys
-from lockstep.launch.terminal import say
+from lockstep.launch.terminal import print_line
 
-say("first")
-say("second")
+print_line("first")
+print_line("second")
 print("goes on")
 """
 

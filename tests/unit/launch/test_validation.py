@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.sections import HangConfig
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Bounds, Job
@@ -52,7 +52,7 @@ def attempt():
         NodeHeartbeat(),
         SignalReceived("SIGTERM"),
         RanksGone(5),
-        NodeFailed(5, "zygote", "died"),
+        NodeFailed(5, LauncherFailure.ZYGOTE, "died"),
     ],
     ids=str,
 )
@@ -67,8 +67,8 @@ def test_a_message_that_can_be_right(attempt, message):
         (RankExited(5, 9, KILLED), r"ranks \[9\] are not its ranks"),
         (RankExited(5, 2, RankExit(1)), "rank 2 failed without a failure"),
         (RankExited(5, 2, RankExit(75)), "rank 2 failed without a failure"),
-        (RankExited(5, 2, RankExit(0, save="saved")), "rank 2 failed without a failure"),
-        (RankExited(5, 2, replace(KILLED, save="saved")), "rank 2 failed, and exited as it was asked to"),
+        (RankExited(5, 2, RankExit(0, save_outcome="saved")), "rank 2 failed without a failure"),
+        (RankExited(5, 2, replace(KILLED, save_outcome="saved")), "rank 2 failed, and exited as it was asked to"),
         (RankExited(5, 2, KILLED, float("nan")), "rank 2 failed nan seconds ago"),
         (Stacks.of(5, 1, {1: ""}, {}), r"ranks \[1\]"),
         (Stacks.of(5, 1, {}, {7: []}), r"ranks \[7\]"),
@@ -76,6 +76,7 @@ def test_a_message_that_can_be_right(attempt, message):
         (NodeHeartbeat([view(0)], {}, 5), r"ranks \[0\]"),
         (NodeHeartbeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
         (NodeHeartbeat([], {"other": 1}, 5), "settings are not valid"),
+        (NodeFailed(5, LauncherFailure.EXIT, "died"), "exit is no failure that a node reports"),
         (SignalReceived("SIGNAL"), "SIGNAL is not a signal"),
         (JobEnd(0), "JobEnd is not for the coordinator"),
     ],

@@ -18,7 +18,7 @@ from lockstep.config.sections import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.decisions.recovery import End, Restart, Situation, decide
-from lockstep.launch.decisions.state import Settings
+from lockstep.launch.decisions.state import LauncherSettings
 from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import rank_record
 from lockstep.optim.optimizers import Optimizers
@@ -237,8 +237,8 @@ def test_such_an_end_is_restarted_without_any_checkpoint_as_often_as_needed(tmp_
     assert failure.traits.asks_for_smaller_micro_batch
     assert "\n" not in failure.text()
 
-    unsaved = Situation(settings=Settings())
-    for settings in (Settings(), Settings(restart=RestartConfig(per_hour=0))):
+    unsaved = Situation(settings=LauncherSettings())
+    for settings in (LauncherSettings(), LauncherSettings(restart=RestartConfig(per_hour=0))):
         situation = replace(unsaved, settings=settings, recent_restarts=20, restarts_in_a_row=20)
         assert isinstance(decide(failure, situation), Restart)
 

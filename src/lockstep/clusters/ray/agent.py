@@ -69,7 +69,7 @@ class TermWatch:
         if now >= self._next_look:
             self._next_look = now + TERM_S
             with suppress(OSError, psutil.Error):
-                newest = election.newest(self._run_dir)
+                newest = election.newest_term(self._run_dir)
 
                 # The file is gone when the job has ended. Its coordinator still says goodbye to the others then.
                 if newest is not None and newest != self._newest:
@@ -84,7 +84,7 @@ class TermWatch:
             return False
 
         try:
-            newest = election.newest(self._run_dir)
+            newest = election.newest_term(self._run_dir)
         except OSError:
             return False
 

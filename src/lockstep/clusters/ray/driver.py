@@ -24,7 +24,7 @@ from lockstep.clusters.ray.round import FAILURES, Round
 from lockstep.clusters.request import JobRequest
 from lockstep.errors import ExitCode, Preempted, UserError
 from lockstep.launch.job import RESUME_COMMAND
-from lockstep.launch.terminal import say
+from lockstep.launch.terminal import print_line
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 from lockstep.run_folder.names import LAUNCH
 
@@ -157,7 +157,7 @@ class RayDriver:
         while True:
             self._placement.look()
             if self._take_signals():
-                say(f"lockstep: {self._stop}: ended while no agent runs; to resume: {self._resume_command}")
+                print_line(f"lockstep: {self._stop}: ended while no agent runs; to resume: {self._resume_command}")
                 return False
 
             # If Ray does not answer, the nodes are those of the last look, and some may be gone.
@@ -168,14 +168,14 @@ class RayDriver:
             # Not for ever: other jobs may need what is reserved for this one.
             waited = self._cluster.now() - began
             if waited >= patience:
-                say(f"lockstep: given up after {waited:.0f} s: {self._placement.what_is_missing()}")
-                say(f"lockstep: to resume: {self._resume_command}")
+                print_line(f"lockstep: given up after {waited:.0f} s: {self._placement.what_is_missing()}")
+                print_line(f"lockstep: to resume: {self._resume_command}")
                 return False
 
             # Usually Ray has the nodes at once, and there is nothing to say.
             if not said and waited >= SAY_S:
                 said = True
-                say(f"lockstep: {self._placement.what_is_missing()}; waiting for {patience:.0f} s at most")
+                print_line(f"lockstep: {self._placement.what_is_missing()}; waiting for {patience:.0f} s at most")
 
             self._placement.ask_for_less()
             self._placement.grow()
@@ -218,7 +218,7 @@ class RayDriver:
                 if reasons := self._reasons_to_leave():
                     current.leaving = True
                     for reason in reasons:
-                        say(f"lockstep: {reason}")
+                        print_line(f"lockstep: {reason}")
 
                     self._signal_all("SIGTERM")
                 else:
@@ -316,7 +316,7 @@ class RayDriver:
     def _drop(self, slot: Slot, why: str, retry: bool) -> None:
         """Forget an agent. `retry`: it has failed, and another one follows after a pause."""
         if why and slot.node:
-            say(f"lockstep: the agent on {slot.node.host} {why}")
+            print_line(f"lockstep: the agent on {slot.node.host} {why}")
 
         # Also one that seems to be lost: its launcher may still run, and would write beside that of its successor.
         slot.running.kill()
@@ -418,10 +418,10 @@ class RayDriver:
 
         # A job that loses nodes again and again does not get anywhere: its user must look.
         if len(self._lost_rounds) > MOST_ROUNDS:
-            say(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
+            print_line(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
             return ExitCode.RESTART
 
-        say(f"lockstep: {what}")
+        print_line(f"lockstep: {what}")
         return None
 
     # ---- signals, and the end ----

@@ -21,7 +21,7 @@ from lockstep.clusters.ray.cluster import (
 )
 from lockstep.errors import UserError, plural
 from lockstep.launch.job import Bounds
-from lockstep.launch.terminal import say
+from lockstep.launch.terminal import print_line
 
 # The pause between two looks at the cluster.
 LOOK_S = 1.0
@@ -103,7 +103,7 @@ class AgentPlacement:
         """Go on with what is known of the cluster: agents and launchers do not need Ray's control service."""
         if self.silent_since is None:
             self.silent_since = self._cluster.now()
-            say(f"lockstep: Ray's control service does not answer ({error}): going on as before")
+            print_line(f"lockstep: Ray's control service does not answer ({error}): going on as before")
 
     def _see(self, now: float) -> None:
         """Note what Ray says of the nodes and of this job's groups. Raises RayUnavailable."""
@@ -148,7 +148,9 @@ class AgentPlacement:
             raise too_small(self._cluster.address, least, self._need, nodes)
 
         if "GPU" not in self._need and any(node.total.get("GPU") for node in nodes):
-            say("lockstep: the cluster has GPUs, and this job asks for none: it trains on CPUs (see --gpus-per-node)")
+            print_line(
+                "lockstep: the cluster has GPUs, and this job asks for none: it trains on CPUs (see --gpus-per-node)"
+            )
 
     def what_is_missing(self) -> str:
         """Return how many nodes are ready, and what each node of the cluster has, for a message."""

@@ -1,1 +1,1 @@
-"""What the coordinator decides: when an attempt starts, and what follows. Nothing starts a process, waits or reads."""
+"""The decisions of the coordinator: when an attempt starts, and what follows. Nothing here starts, waits or reads."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lockstep.launch.failure import Consequence, Failure, RankExit, Save, left_early, pick_root
+from lockstep.launch.decisions.recovery import AttemptFacts
+from lockstep.launch.failure import CausedByPeer, Failure, RankExit, SaveOutcome, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -18,60 +19,52 @@ class Attempt:
 
     def __init__(
         self,
-        number: int | None,
+        number: int,
         counts: Mapping[int, int],
         hosts: Mapping[int, str],
         started_from: int | None,
         watchdog: Watchdog,
-        started_here: bool = True,
     ):
-        # Attempts of a job are numbered from 0 on; None if the job has had none.
+        # Attempts of a job are numbered from 0 on.
         self.number = number
-
-        # False until this coordinator starts an attempt: at the beginning of the job, and after a takeover. Such an
-        # attempt has no ranks here, whatever became of the ranks of the previous coordinator.
-        self.started_here = started_here
         self.counts = counts
-        self.hosts = hosts
+        self._hosts = hosts
 
-        # Rank -> its node, and the ranks of each node.
-        self.ranks: dict[int, int] = dict(enumerate(node for node, count in counts.items() for _ in range(count)))
+        # All ranks, and those of each node: they are numbered node by node.
+        self._ranks_on: dict[int, range] = {}
+        world_size = 0
+        for node, count in counts.items():
+            self._ranks_on[node] = range(world_size, world_size + count)
+            world_size += count
 
-        self._ranks_on: dict[int, list[int]] = {}
-        for rank, node in self.ranks.items():
-            self._ranks_on.setdefault(node, []).append(rank)
+        self.ranks = range(world_size)
 
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
 
         # The nodes that have not confirmed yet that they start their ranks, and the deadline for that.
-        self.unconfirmed: set[int] = set()
+        self.awaiting_start: set[int] = set()
         self.confirm_by = math.inf
 
-        # The ranks that have ended so far. After a failure, when the root failure is picked: until then the exit of a
-        # rank that failed earlier may arrive.
+        # How the ranks have ended that have ended so far. Once one of them has failed, the root failure is picked at
+        # this time: until then the exit of a rank that failed earlier may arrive.
         self.exits: dict[int, RankExit] = {}
-        self.root_known_at = math.inf
+        self.root_failure_at = math.inf
 
         self.watchdog = watchdog
 
     @property
-    def next_number(self) -> int:
-        """The number of the attempt after this one."""
-        return 0 if self.number is None else self.number + 1
-
-    @property
     def running(self) -> set[int]:
         """The ranks that have not ended yet."""
-        return self.ranks.keys() - self.exits.keys()
+        return set(self.ranks) - self.exits.keys()
 
     @property
     def all_exited(self) -> bool:
         return len(self.exits) == len(self.ranks)
 
-    def ranks_on(self, node: int) -> list[int]:
-        """Return the ranks of a node, in order; [] for a node that has none."""
-        return self._ranks_on.get(node, [])
+    def ranks_on(self, node: int) -> range:
+        """Return the ranks of a node; none for a node that is not part of this attempt."""
+        return self._ranks_on.get(node, range(0))
 
     @property
     def nodes(self) -> set[int]:
@@ -84,8 +77,8 @@ class Attempt:
 
     @property
     def any_died_by_itself(self) -> bool:
-        """Whether some rank has died without another's doing."""
-        return any(rank_exit.consequence is Consequence.NEVER for rank_exit in self.exits.values())
+        """Whether some rank has died for a reason that no other rank can have caused."""
+        return any(rank_exit.caused_by_peer is CausedByPeer.NEVER for rank_exit in self.exits.values())
 
     @property
     def finished(self) -> list[int]:
@@ -93,20 +86,24 @@ class Attempt:
         return [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
 
     @property
-    def save(self) -> Save | None:
-        """What became of the save of ranks that were asked to save and exit; None if none of them has exited."""
-        # What failed on one rank is no checkpoint.
-        saves = {rank_exit.save for rank_exit in self.exits.values()}
-        outcomes: tuple[Save, ...] = ("failed", "saved", "nothing")
+    def save_outcome(self) -> SaveOutcome | None:
+        """The outcome of the save of ranks that were asked to save and exit; None if none of them has exited."""
+        # A save that failed on one rank is no checkpoint.
+        saves = {rank_exit.save_outcome for rank_exit in self.exits.values()}
+        outcomes: tuple[SaveOutcome, ...] = ("failed", "saved", "nothing")
         return next((save for save in outcomes if save in saves), None)
 
-    def has_saved(self, newest: int | None) -> bool:
-        """Return whether this attempt is known to have saved the newest checkpoint; `newest` is its step."""
-        if newest is None or not self.started_here:
+    def has_saved(self, newest_step: int | None) -> bool:
+        """Return whether this attempt is known to have saved the newest checkpoint, which has this step."""
+        if newest_step is None:
             return False
 
         # Ranks that were asked to exit have saved, perhaps at the very step that they started from.
-        return newest != self.started_from or self.save == "saved"
+        return newest_step != self.started_from or self.save_outcome == "saved"
+
+    def facts(self, newest_step: int | None) -> AttemptFacts:
+        """Return the facts on which a decision depends. `newest_step` is that of the newest checkpoint."""
+        return AttemptFacts(self.has_saved(newest_step), self.save_outcome, bool(self.finished))
 
     # ---- failures ----
 
@@ -122,9 +119,9 @@ class Attempt:
             failure = self._located(failure)
 
         # Ranks only report a lost peer: that peer is a rank that ended too early.
-        if self.exits[root].consequence >= Consequence.POSSIBLE and self.finished:
+        if self.exits[root].caused_by_peer >= CausedByPeer.POSSIBLE and self.finished:
             rank = self.finished[0]
-            return left_early(rank, self._host_of(rank), failure, self.exits[rank].exit_line)
+            return left_early(rank, self.host_of(rank), failure, self.exits[rank].exit_line)
 
         return failure
 
@@ -136,19 +133,15 @@ class Attempt:
         # The last view of that rank says what it was doing.
         view = self.watchdog.last_view(failure.rank)
         step, phase = (view.step, view.phase) if view else (None, None)
-        return replace(failure, host=self._host_of(failure.rank), step=step, phase=phase)
-
-    def overdue_failure(self) -> Failure:
-        """Return the failure of ranks that were asked to save and exit, and still run."""
-        return self.watchdog.overdue({rank: self._host_of(rank) for rank in self.running})
+        return replace(failure, host=self.host_of(failure.rank), step=step, phase=phase)
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
         # A node takes all its ranks with it.
         failed = {failure.rank} if failure.node is None else set(self.ranks_on(failure.node))
         finished = {rank for rank, rank_exit in self.exits.items() if rank_exit.clean}
-        return len(self.ranks.keys() - failed - finished)
+        return len(set(self.ranks) - failed - finished)
 
-    def _host_of(self, rank: int) -> str:
+    def host_of(self, rank: int) -> str:
         """Return the host of a rank, even if its node has left."""
-        return self.hosts[self.ranks[rank]]
+        return next(self._hosts[node] for node, ranks in self._ranks_on.items() if rank in ranks)

@@ -1,4 +1,4 @@
-"""What the state machine wants done on the coordinating node. `Coordinator` carries these commands out."""
+"""The commands of the state machine, which `Coordinator` carries out on its node."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class DropNode:
 
 
 @dataclass(frozen=True)
-class LogEvent:
+class RecordEvent:
     """Append an event to the run's events.jsonl."""
 
     event: dict[str, Any]
 
 
 # The last two are messages as well: the coordinator also sends them to all other nodes.
-Command = StartAttempt | Send | DismissNode | DropNode | LogEvent | Announce | JobEnd
+Command = StartAttempt | Send | DismissNode | DropNode | RecordEvent | Announce | JobEnd
 
 
 class Outbox:
@@ -86,18 +86,18 @@ class Outbox:
         last = sorted(nodes, key=lambda node: (node == COORDINATOR, node))
         self._commands += [Send(node, order) for node in last]
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Show a line on the screens of all nodes."""
         self.put(Announce(f"lockstep: {text}"))
 
-    def log(self, event: str, **fields: Any) -> None:
-        self.put(LogEvent({"event": event, **fields}))
+    def record_event(self, event: str, **fields: Any) -> None:
+        self.put(RecordEvent({"event": event, **fields}))
 
-    def log_resize(self, before: int, after: int) -> None:
-        self.log("resize", **{"from": before, "to": after})
+    def record_resize(self, before: int, after: int) -> None:
+        self.record_event("resize", **{"from": before, "to": after})
 
     def announce_failure(self, failure: Failure, attempt: int | None, others: int, what_follows: str = "") -> None:
-        """Announce a failure on the screens of all nodes, and log it.
+        """Announce a failure on the screens of all nodes, and record it as an event.
 
         `others` is the number of other ranks that end because of it.
         """
@@ -123,11 +123,11 @@ class Outbox:
 
         # Events hold no log lines: the log itself stays in the run's folder.
         fields = {name: value for name, value in vars(failure).items() if name != "log"}
-        self.log("failure", attempt=attempt, **fields)
+        self.record_event("failure", attempt=attempt, **fields)
 
 
 class NodeNews:
-    """Says which nodes come and go. If many do at once, the first have a line each, and the rest is summed up."""
+    """Announces which nodes come and go. If many do at once, the first have a line each, and the rest is summed up."""
 
     def __init__(self, outbox: Outbox):
         self._outbox = outbox
@@ -136,31 +136,33 @@ class NodeNews:
         self._second_began = -math.inf
         self._lines = 0
 
-        # What happened to nodes that had no line, as in SUMMARIES -> their hosts.
-        self._unsaid: dict[str, list[str]] = {}
+        # The hosts of nodes that had no line yet, by what happened to them: a key of SUMMARIES.
+        self._left_out: dict[str, list[str]] = {}
 
-    def say(self, what: str, host: str, text: str, now: float) -> None:
-        """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
-        # A new second begins only when everything that was left out before has been said.
-        if now - self._second_began >= 1.0 and not self._unsaid:
+    def announce(self, what: str, host: str, text: str, now: float) -> None:
+        """Announce that a node has joined or was lost; of many in a second, `sum_up` announces the rest in one line."""
+        # A new second begins only when everything that was left out before has been announced.
+        if now - self._second_began >= 1.0 and not self._left_out:
             self._second_began = now
             self._lines = 0
 
         self._lines += 1
         if self._lines <= LINES_PER_S:
-            self._outbox.say(text)
+            self._outbox.announce(text)
         else:
-            self._unsaid.setdefault(what, []).append(host)
+            self._left_out.setdefault(what, []).append(host)
 
     def sum_up(self, now: float, nodes: int) -> None:
-        """Say once a second what was left out; `nodes` are there now."""
-        if not self._unsaid or now - self._second_began < 1.0:
+        """Announce once a second what was left out; the job has this many `nodes` now."""
+        if not self._left_out or now - self._second_began < 1.0:
             return
 
-        for what, hosts in self._unsaid.items():
+        for what, hosts in self._left_out.items():
             one, several = SUMMARIES[what]
-            self._outbox.say(f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now")
+            self._outbox.announce(
+                f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now"
+            )
 
-        self._unsaid = {}
+        self._left_out = {}
         self._second_began = now
         self._lines = 0

@@ -1,6 +1,6 @@
-"""What is done about a failure: it is announced, all ranks are killed, and when they are gone the job goes on or ends.
+"""Handles a failure: announces it, has all ranks killed, and when they are gone the job goes on or ends.
 
-What follows is decided in `recovery.py`. Here that decision is recorded, announced and carried out.
+`recovery.py` decides what follows. That decision is noted, announced and carried out here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from lockstep.errors import ExitCode, plural
 from lockstep.launch.decisions.commands import DismissNode, DropNode
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.recovery import (
+    AttemptFacts,
     Continue,
     Drop,
     End,
@@ -22,7 +23,7 @@ from lockstep.launch.decisions.recovery import (
 )
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import ACTIVE, NODES_KILL_S, JobStatus
+from lockstep.launch.decisions.status import NODES_KILL_S, JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs.suspicion import RAISE_FACTOR
 from lockstep.launch.job import COORDINATOR
@@ -42,11 +43,17 @@ class FailureHandler:
     def handle(self, failure: Failure, now: float) -> None:
         """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node."""
         decision = decide(failure, self._situation(now, failure))
-        match decision:
-            case Drop(dismiss):
-                self._drop(failure, dismiss, now)
+
+        # If ranks ran on the node that is dropped, their loss is a failure of the attempt.
+        if isinstance(decision, Drop):
+            loss = self._drop(failure, decision.dismiss, now)
+            if loss is None:
                 return
 
+            failure = loss
+            decision = decide(failure, self._situation(now, failure))
+
+        match decision:
             case Restart():
                 # A smaller micro-batch is asked for only a few times.
                 if not failure.traits.asks_for_smaller_micro_batch:
@@ -56,7 +63,9 @@ class FailureHandler:
 
             case Continue():
                 head = f"{failure.message}; continuing from {self._state.where_to_resume}"
-                self._state.outbox.say("\n".join([head, *(f"  {line}" for line in failure.traceback.splitlines())]))
+                self._state.outbox.announce(
+                    "\n".join([head, *(f"  {line}" for line in failure.traceback.splitlines())])
+                )
 
             case UndoResize():
                 self.announce(failure)
@@ -67,6 +76,9 @@ class FailureHandler:
 
             case End():
                 self.announce(failure, self._describe_end(decision, failure))
+
+            case Drop():
+                raise AssertionError("the node does not belong to the job any more")
 
             case _:
                 assert_never(decision)
@@ -87,20 +99,26 @@ class FailureHandler:
 
     def end_without_attempt(self, problem: str, now: float) -> None:
         """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
-        if self._next_attempt.end_if_decided():
-            return
+        state = self._state
+        if not isinstance(state.decided, End | EndPreempted):
+            failure = Failure.by_launcher(LauncherFailure.NODE, problem)
+            state.decided = decide(failure, self._situation(now, failure, cannot_start=problem))
+            again = "started" if state.last_attempt is None else "restarted"
+            state.outbox.announce(f"not {again}: {problem}. {state.how_to_resume}")
 
-        failure = Failure.by_launcher(LauncherFailure.NODE, problem)
-        self._state.decided = decide(failure, self._situation(now, failure, cannot_start=problem))
-        again = "restarted" if self._state.attempt.number is not None else "started"
-        self._state.outbox.say(f"not {again}: {problem}. {self._state.how_to_continue}")
         self._next_attempt.end_if_decided()
 
     def _end_if_too_few(self, now: float) -> None:
         """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
-        shortage = self._state.members.shortage
-        if self._state.status is JobStatus.JOIN and self._state.attempt.started_here and shortage:
+        shortage = self._shortage
+        if self._state.status is JobStatus.JOIN and shortage:
             self.end_without_attempt(shortage, now)
+
+    @property
+    def _shortage(self) -> str | None:
+        """How many nodes are missing for another attempt, in words; None if there are enough."""
+        # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
+        return self._state.members.shortage if self._state.attempt is not None else None
 
     def _situation(
         self,
@@ -111,20 +129,17 @@ class FailureHandler:
         cannot_start: str | None = None,
     ) -> Situation:
         """Return the facts on which a decision depends. `failure`: what calls for it, if it is a failure."""
-        state = self._state
+        state, attempt = self._state, self._state.attempt
+        newest_step = state.checkpoints.newest_step
         node = failure.node if failure else None
-        # After a takeover the other nodes have yet to join, so a shortage means nothing yet.
-        shortage = state.members.shortage if state.attempt.started_here else None
         is_member = node in state.members.nodes
         return Situation(
             settings=state.settings,
-            newest=state.checkpoints.newest,
-            progress=state.attempt.has_saved(state.checkpoints.newest),
-            save=state.attempt.save,
-            any_finished=bool(state.attempt.finished),
+            newest_step=newest_step,
+            attempt=attempt.facts(newest_step) if attempt is not None else AttemptFacts(),
             recent_restarts=state.restarts.recent(now),
             restarts_in_a_row=state.restarts.in_a_row,
-            cannot_start=cannot_start or shortage,
+            cannot_start=cannot_start or self._shortage,
             node_is_member=is_member,
             can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
             preempt_signal=self._save_requests.signal,
@@ -135,9 +150,9 @@ class FailureHandler:
 
     # ---- a node fewer ----
 
-    def _drop(self, failure: Failure, dismiss: bool, now: float) -> None:
-        """Go on without the node that has failed. If ranks ran there, that ends the attempt."""
-        state, attempt, node = self._state, self._state.attempt, failure.node
+    def _drop(self, failure: Failure, dismiss: bool, now: float) -> Failure | None:
+        """Go on without the node that has failed. If ranks ran there, return the failure of the attempt, else None."""
+        state, node = self._state, failure.node
         assert node is not None
         if dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
@@ -146,19 +161,19 @@ class FailureHandler:
         else:
             state.outbox.put(DropNode(node))
 
-        # Nothing is expected of it any more: neither stacks, nor the end of its ranks, nor that it starts them.
-        lost = attempt.running.intersection(attempt.ranks_on(node))
+        # Nothing is expected of it any more. (`HangCheck` and the check of slow starts ask who belongs to the job.)
         state.members.remove(node, now)
-        state.unanswered.discard(node)
-        attempt.unconfirmed.discard(node)
-        if state.status in ACTIVE and lost:
-            self.handle(failure, now)
-            return
+        state.awaiting_ranks_gone.discard(node)
+
+        attempt = state.running
+        if attempt is not None and attempt.running.intersection(attempt.ranks_on(node)):
+            return failure
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
-        state.node_news.say("lost", failure.host, failure.message, now)
+        state.node_news.announce("lost", failure.host, failure.message, now)
         self._end_if_too_few(now)
         self.continue_if_gone(now)
+        return None
 
     def _loss_of(self, node: int, why: str) -> Failure:
         """Return the loss of a node as a failure."""
@@ -171,8 +186,8 @@ class FailureHandler:
         """Describe the restart that was just counted."""
         state = self._state
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
-        started_here = state.attempt.started_here
-        what = plural(state.members.world_size, "rank") if started_here else "the nodes that are left"
+        is_known = state.attempt is not None
+        what = plural(state.members.world_size, "rank") if is_known else "the nodes that are left"
 
         limits = state.settings.restart
         budget = f"restart {state.restarts.recent(now)} of {limits.per_hour} in an hour"
@@ -184,22 +199,22 @@ class FailureHandler:
 
         # Slow work may have been taken for a hang.
         times = f"{RAISE_FACTOR**state.restarts.hangs:g} times as long until the next checkpoint"
-        more_time = f"; hang limits are {times}" if failure.noticed_as(LauncherFailure.HANG) else ""
+        more_time = f"; hang timeouts are {times}" if failure.noticed_as(LauncherFailure.HANG) else ""
         return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
 
     def _describe_end(self, end: End, failure: Failure) -> str:
         """Return why the job is not restarted, and what to type."""
         # If the same error would most likely recur, no command is suggested.
-        would_recur = self._state.checkpoints.newest is None and failure.likely_to_repeat
-        hint = "" if would_recur else f". {self._state.how_to_continue}"
+        would_recur = self._state.checkpoints.newest_step is None and failure.likely_to_repeat
+        hint = "" if would_recur else f". {self._state.how_to_resume}"
         return f"not restarted: {end.reason}{hint}"
 
     def announce(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
-        attempt = self._state.attempt
-        # Otherwise no rank runs that the failure could end.
-        others = attempt.count_ended_by(failure) if self._state.status in ACTIVE else 0
-        self._state.outbox.announce_failure(failure, attempt.number, others, what_follows)
+        # Only ranks that run can end because of it.
+        attempt = self._state.running
+        others = attempt.count_ended_by(failure) if attempt is not None else 0
+        self._state.outbox.announce_failure(failure, self._state.last_attempt, others, what_follows)
 
     # ---- the end of all ranks ----
 
@@ -211,7 +226,7 @@ class FailureHandler:
 
     def continue_if_gone(self, now: float) -> None:
         """Go on, if the ranks were killed and the last node has said that they are gone."""
-        if self._state.status is JobStatus.KILL and not self._state.unanswered:
+        if self._state.status is JobStatus.KILL and not self._state.awaiting_ranks_gone:
             self.continue_without_ranks(now)
 
     def continue_without_ranks(self, now: float) -> None:

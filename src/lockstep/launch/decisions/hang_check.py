@@ -1,27 +1,28 @@
-"""Ranks that stall: their stacks are collected, and if it is a hang, that is a failure."""
+"""Finds ranks that stall: it has their stacks collected, and if they hang, that is a failure."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import ACTIVE, NODES_STACKS_S, JobStatus
+from lockstep.launch.decisions.status import NODES_STACKS_S, OTHER_SAVES_S, JobStatus
 from lockstep.launch.wire.messages import CollectStacks, Stacks
 
 
 @dataclass
-class Collection:
-    """Stacks that the nodes were asked for."""
+class StackRequest:
+    """A request to all nodes for the stacks of their ranks."""
 
-    attempt: int | None
-    request: int
+    attempt: int
+    number: int
     deadline: float
-    unanswered: set[int]  # nodes
+    awaited: set[int]  # the nodes that have not answered
 
-    # The time that the ranks had to save and exit is over: they are killed whatever the stacks show.
-    overdue: bool = False
+    # The time that the ranks had to save and exit is over: they are killed, whatever the stacks show.
+    time_is_over: bool = False
 
 
 class HangCheck:
@@ -31,15 +32,17 @@ class HangCheck:
         self._state = state
         self._failure_handler = failure_handler
 
-        # The number of the newest request for stacks, and what has come of it.
-        self._request = 0
-        self._newest: Collection | None = None
+        # How many requests for stacks were made, and the last one until it is judged.
+        self._requests = 0
+        self._stack_request: StackRequest | None = None
 
     def check(self, now: float) -> None:
         """Check whether any rank advances; called about once a second."""
-        state, attempt = self._state, self._state.attempt
-        # After a failure the other ranks stall. That is not a hang, and the failure will be announced soon.
-        if state.status not in ACTIVE or attempt.has_failed:
+        state = self._state
+
+        # After a failure the other ranks stall. That is no hang, and the failure will be announced soon.
+        attempt = state.running_well
+        if attempt is None:
             return
 
         # Ranks that were asked to save before any of them has ended a step may still compile for long.
@@ -49,76 +52,91 @@ class HangCheck:
             return
 
         # Ranks that save exit together: the first one to exit sets the time that the others have.
-        if self._pending is not None or attempt.save:
+        if self._pending is not None or attempt.save_outcome:
             return
 
         if attempt.watchdog.suspicion(attempt.running, now, state.restarts.hangs) is not None:
-            self._collect(now)
+            self._request_stacks(attempt, now)
 
-    def _collect(self, now: float) -> Collection:
+    # ---- stacks ----
+
+    def _request_stacks(self, attempt: Attempt, now: float) -> StackRequest:
         """Ask all nodes for the stacks of their ranks. Ranks that have failed, and clean up, are killed there."""
         state = self._state
-        self._request += 1
-        state.order(CollectStacks, request=self._request)
-        self._newest = Collection(state.attempt.number, self._request, now + NODES_STACKS_S, state.nodes_of_attempt)
-        return self._newest
+        self._requests += 1
+        state.order(CollectStacks, request=self._requests)
+        request = StackRequest(attempt.number, self._requests, now + NODES_STACKS_S, state.nodes_of_attempt)
+        self._stack_request = request
+        return request
 
     @property
-    def _pending(self) -> Collection | None:
-        """The stacks that are awaited. Those of an attempt that is over, or has failed, are of no use any more."""
-        state, newest = self._state, self._newest
-        if newest is None or newest.attempt != state.attempt.number:
-            return None
-
-        return newest if state.status in ACTIVE and not state.attempt.has_failed else None
+    def _pending(self) -> StackRequest | None:
+        """The request that is being answered. If its attempt is over, or has failed, stacks are of no use any more."""
+        request, attempt = self._stack_request, self._state.running_well
+        return request if request and attempt and request.attempt == attempt.number else None
 
     def is_due(self, now: float) -> bool:
-        """Return whether the wait for stacks is over."""
-        return self._pending is not None and now >= self._pending.deadline
-
-    def add_stacks(self, node: int, message: Stacks, now: float) -> None:
-        """Take the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
-        # Stacks may arrive after the deadline, when the hang has been judged: after the next request, or even in the
-        # next attempt.
-        pending = self._pending
-        if pending is None or (message.attempt, message.request) != (pending.attempt, pending.request):
-            return
-
-        self._state.attempt.watchdog.add_answers(message.stack_of, message.collectives_of)
-        pending.unanswered.discard(node)
-
-        if not pending.unanswered:
-            self.judge(now)
-
-    def overdue(self, now: float) -> None:
-        """Act on ranks that did not save and exit in time: find out which one holds up the others, and kill them."""
+        """Return whether the wait for stacks is over: all nodes have answered, or are lost, or took too long."""
         pending = self._pending
         if pending is None:
-            self._state.attempt.watchdog.forget_answers()
-            pending = self._collect(now)
+            return False
 
-        pending.overdue = True
+        return now >= pending.deadline or not pending.awaited & self._state.members.nodes.keys()
+
+    def add_stacks(self, node: int, message: Stacks, now: float) -> None:
+        """Add the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
+        # Stacks may arrive when their request was judged without them: after the next request, or in the next attempt.
+        pending, attempt = self._pending, self._state.attempt
+        if pending is None or attempt is None:
+            return
+
+        if (message.attempt, message.request) == (pending.attempt, pending.number):
+            attempt.watchdog.add_answers(message.stack_of, message.collectives_of)
+            pending.awaited.discard(node)
+            if self.is_due(now):
+                self.judge(now)
+
+    # ---- what follows ----
+
+    def time_is_over(self, now: float) -> None:
+        """End ranks that did not save and exit in time. Their stacks show first which one holds up the others."""
+        attempt, pending = self._state.running, self._pending
+        assert attempt is not None
+        if pending is None:
+            attempt.watchdog.forget_answers()
+            pending = self._request_stacks(attempt, now)
+
+        # From now on the deadline of the request counts.
+        pending.time_is_over = True
         self._state.deadline = math.inf
 
     def judge(self, now: float) -> None:
         """Judge the hang by the stacks that have arrived."""
-        pending, state = self._pending, self._state
+        pending, attempt, state = self._pending, self._state.attempt, self._state
         assert pending is not None
-        self._newest = None
-        watchdog = state.attempt.watchdog
+        assert attempt is not None
+        self._stack_request = None
 
-        if pending.overdue:
-            self._failure_handler.handle(state.attempt.overdue_failure(), now)
+        if pending.time_is_over:
+            grace = state.settings.restart.grace
+            within = (
+                f"{OTHER_SAVES_S:.0f} s after the first" if attempt.save_outcome else f"{grace:g} s (restart.grace)"
+            )
+            hosts = {rank: attempt.host_of(rank) for rank in attempt.running}
+            self._failure_handler.handle(attempt.watchdog.grace_exceeded(hosts, within), now)
             return
 
-        # Since then, a rank may have saved and exited.
-        if state.attempt.save:
+        # Since the request, a rank may have saved and exited.
+        if attempt.save_outcome:
             return
 
-        # It is not a hang if some rank has advanced in the meantime or is compiling.
-        if failure := watchdog.verdict(saves_may_take_long=state.status is JobStatus.SAVE_AND_EXIT):
+        # It is no hang if some rank has advanced in the meantime, or is compiling.
+        failure = attempt.watchdog.verdict(saves_may_take_long=state.status is JobStatus.SAVE_AND_EXIT)
+        if failure is not None:
             self._failure_handler.handle(failure, now)
+            return
 
-        # Long before the limit is reached, the screen says where the ranks are.
-        elif report := watchdog.take_stall_report():
-            state.outbox.say(report)
+        # Long before a timeout is reached, the screen says where the ranks are.
+        report = attempt.watchdog.take_stall_report()
+        if report:
+            state.outbox.announce(report)

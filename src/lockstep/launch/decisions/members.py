@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.errors import plural
 from lockstep.launch.job import Bounds
 
-# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join.
+# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join. Nodes that come
+# one after another delay the start by no more than the second: the rest can join later.
 SETTLE_S = 3.0
+MOST_SETTLE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the job. `nproc` bounds the ranks that it can run."""
+    """A node is one machine of the job. `nproc` bounds the ranks that it can run."""
 
     number: int
     host: str
@@ -30,31 +33,36 @@ class Members:
         self.nodes: dict[int, Node] = {}
 
         # Node -> ranks of the next attempt.
-        self.wanted: dict[int, int] = {}
+        self.ranks_per_node: dict[int, int] = {}
 
         # Node -> when its last heartbeat came.
         self.last_heartbeats: dict[int, float] = {}
 
-        # When a node last joined or left.
+        # When a node last joined or left, and since when the job has had enough nodes and waits for more.
         self._changed = now
+        self._enough_since = math.inf
 
     def add(self, node: Node, now: float) -> None:
         """Add a node. It runs as many ranks as its command says, until a resize."""
         self.nodes[node.number] = node
-        self.wanted[node.number] = node.nproc.initial
+        self.ranks_per_node[node.number] = node.nproc.initial
         self._changed = now
+        if not self.missing:
+            self._enough_since = min(self._enough_since, now)
 
     def remove(self, number: int, now: float) -> None:
         """Remove a node that has left, or was lost."""
         del self.nodes[number]
-        del self.wanted[number]
+        del self.ranks_per_node[number]
         self.last_heartbeats.pop(number, None)
         self._changed = now
+        if self.missing:
+            self._enough_since = math.inf
 
     @property
     def world_size(self) -> int:
         """How many ranks the next attempt has."""
-        return sum(self.wanted.values())
+        return sum(self.ranks_per_node.values())
 
     @property
     def full(self) -> bool:
@@ -77,9 +85,17 @@ class Members:
         left = plural(len(self.nodes), "node")
         return f"{left} left, and {self.bounds.least} needed" if self.missing else None
 
+    def begin_to_settle(self, now: float) -> None:
+        """Begin the wait for more nodes, because an attempt is over."""
+        if not self.missing:
+            self._enough_since = now
+
     def ready(self, now: float) -> bool:
-        """Return whether an attempt can start: the job is full, or large enough and unchanged for a while."""
-        return self.full or (not self.shortage and now - self._changed >= SETTLE_S)
+        """Return whether an attempt can start: the job is full, or large enough and has waited for more nodes."""
+        if self.full or self.missing:
+            return self.full
+
+        return now - self._changed >= SETTLE_S or now - self._enough_since >= MOST_SETTLE_S
 
     def longest_silence(self, numbers: Iterable[int], now: float) -> float:
         """Return for how long the quietest of these nodes has sent no heartbeat. One that never has does not count."""
@@ -94,7 +110,7 @@ class Members:
 
     def resize(self, ranks: int) -> None:
         """Divide this many ranks over the nodes, for the next attempt."""
-        self.wanted = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
+        self.ranks_per_node = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
 
 
 def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:

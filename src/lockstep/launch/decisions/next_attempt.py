@@ -1,26 +1,26 @@
-"""Between two attempts, while no rank runs: the job waits for its nodes, then starts the next attempt, or ends."""
+"""Waits for the nodes of a job while no rank runs, then starts the next attempt, or ends the job."""
 
 from __future__ import annotations
 
 from lockstep.errors import plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import StartAttempt
-from lockstep.launch.decisions.recovery import EndPreempted, Restart
+from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JOIN_S, START_S, JobStatus
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import COORDINATOR
 
-# How long the job waits before it says which nodes are missing, and between two lines about that.
-SAY_MISSING_S = 3.0
+# How long the job waits before it announces how many nodes are missing, and between two lines about that.
+ANNOUNCE_MISSING_S = 3.0
 
 
 class NextAttempt:
     """Starts the next attempt when its nodes are there, unless the job ends.
 
-    `not_before`: until then nothing starts, and the job does not end. After a takeover the old rank 0 may still be
-    alive.
+    `not_before`: until then nothing starts, and the job does not end. After a takeover the rank 0 of the lost
+    coordinator may still be alive.
     """
 
     def __init__(self, state: JobState, save_requests: SaveRequests, now: float, not_before: float):
@@ -28,9 +28,9 @@ class NextAttempt:
         self._save_requests = save_requests
         self._not_before = not_before
 
-        # How many nodes were missing when that was last said, and when it may be said next.
-        self._said_missing = 0
-        self._say_missing_at = now + SAY_MISSING_S
+        # How many nodes were missing when that was last announced, and when it may be announced next.
+        self._announced_missing = 0
+        self._announce_missing_at = now + ANNOUNCE_MISSING_S
 
     # ---- waiting for nodes ----
 
@@ -40,24 +40,25 @@ class NextAttempt:
         If more nodes may join, the next attempt starts a little later (`Members.ready`).
         """
         self._state.enter(JobStatus.JOIN, now + JOIN_S)
+        self._state.members.begin_to_settle(now)
         self._end_or_start(now)
 
     def tick(self, now: float) -> None:
         """Let time pass in JOIN."""
-        # Until then the ranks of a lost coordinator may still be alive, and write to the run folder.
         if now >= self._not_before:
             self._end_or_start(now)
 
         # The job may have started or ended.
         missing = self._state.members.missing
-        if self._state.status is JobStatus.JOIN and now >= self._say_missing_at and missing != self._said_missing:
-            self.say_missing(now)
+        is_news = now >= self._announce_missing_at and missing != self._announced_missing
+        if self._state.status is JobStatus.JOIN and is_news:
+            self.announce_missing(now)
 
-    def say_missing(self, now: float) -> None:
-        """Say how many nodes are missing, if any are, and how long the job waits for them."""
+    def announce_missing(self, now: float) -> None:
+        """Announce how many nodes are missing, if any are, and how long the job waits for them."""
         members = self._state.members
-        self._said_missing = members.missing
-        self._say_missing_at = now + SAY_MISSING_S
+        self._announced_missing = members.missing
+        self._announce_missing_at = now + ANNOUNCE_MISSING_S
 
         if members.missing:
             left = self._state.deadline - now
@@ -65,47 +66,55 @@ class NextAttempt:
             limit = f"of {members.bounds.least}; giving up after {time_left}"
 
             where = self._state.job.join
-            self._state.outbox.say(f"waiting for {plural(members.missing, 'more node')} at {where} ({limit})")
+            self._state.outbox.announce(f"waiting for {plural(members.missing, 'more node')} at {where} ({limit})")
 
     # ---- the end of the job ----
 
     def end_if_decided(self) -> bool:
         """End the job if that was decided before the ranks were gone. Return whether it was."""
-        if ending := self._state.decided_end:
-            self._state.end(ending)
-            return True
+        match self._state.decided:
+            case End(ending=ending):
+                self._state.end(ending)
+                return True
 
-        if isinstance(self._state.decided, EndPreempted):
-            self._save_requests.end_job()
-            return True
+            case EndPreempted():
+                self._save_requests.end_job()
+                return True
 
-        return False
+            case _:
+                return False
 
     # ---- the start of an attempt ----
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
-        if not self.end_if_decided() and self._state.members.ready(now):
+        if self.end_if_decided():
+            return
+
+        # At the deadline the job no longer waits for more nodes than it needs.
+        state = self._state
+        if state.members.ready(now) or (now >= state.deadline and not state.members.missing):
             self._start(now)
 
     def _start(self, now: float) -> None:
         """Start an attempt with the nodes that are there, in the order of their numbers."""
         state, members = self._state, self._state.members
-        counts = dict(sorted(members.wanted.items()))
+        counts = dict(sorted(members.ranks_per_node.items()))
         hosts = {node: members.nodes[node].host for node in counts}
 
         watchdog = Watchdog(state.settings.hang)
-        number = state.attempt.next_number
+        number = 0 if state.last_attempt is None else state.last_attempt + 1
         state.enter(JobStatus.RUN)
-        state.attempt = attempt = Attempt(number, counts, hosts, state.checkpoints.newest, watchdog)
+        state.last_attempt = number
+        state.attempt = attempt = Attempt(number, counts, hosts, state.checkpoints.newest_step, watchdog)
 
         # The coordinating node starts its ranks at once. The others confirm that they do with their next heartbeat.
-        attempt.unconfirmed = counts.keys() - {COORDINATOR}
+        attempt.awaiting_start = counts.keys() - {COORDINATOR}
         attempt.confirm_by = now + START_S
 
         # Only now is it known how many ranks restart.
         if isinstance(state.decided, Restart):
-            state.outbox.log("restart", attempt=number, ranks=members.world_size, step=attempt.started_from)
+            state.outbox.record_event("restart", attempt=number, ranks=members.world_size, step=attempt.started_from)
 
         state.decided = None
         state.outbox.put(StartAttempt(number, counts))

@@ -1,4 +1,4 @@
-"""What follows a failure, or a request to save and exit: another attempt, a node fewer, or the end of the job.
+"""Decides what follows a failure, or a request to save and exit: another attempt, a node fewer, or the end of the job.
 
 `decide` is a function of a failure and of the situation in which it happened. It changes nothing; `FailureHandler`
 carries out its decision. All rules by which a job ends, restarts or drops a node are here.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, Preempted
-from lockstep.launch.failure import Failure, LauncherFailure, Save
-from lockstep.launch.job import Settings
+from lockstep.launch.failure import Failure, LauncherFailure, SaveOutcome
+from lockstep.launch.job import LauncherSettings
+from lockstep.launch.wire.messages import JobEnd
 
-# ---- what follows, once the ranks of the attempt are gone; a node is dropped at once ----
+# ---- the decisions: carried out when the ranks of the attempt are gone, except that a node is dropped at once ----
 
 
 @dataclass(frozen=True)
@@ -49,28 +50,34 @@ class EndPreempted:
 
 @dataclass(frozen=True)
 class End:
-    """The job ends with this exit code and this failure, if there was one. `reason`: why it is not restarted."""
+    """The job ends. `reason`: why it is not restarted."""
 
-    code: int
+    ending: JobEnd
     reason: str
-    failure: Failure | None = None
 
 
 Decision = Restart | Continue | UndoResize | Drop | EndPreempted | End
 
 
-# ---- what it depends on ----
+# ---- what they depend on ----
+
+
+@dataclass(frozen=True)
+class AttemptFacts:
+    """Facts about the attempt that ends. The defaults are for a coordinator that has started none."""
+
+    has_saved: bool = False  # it has saved a checkpoint
+    save_outcome: SaveOutcome | None = None  # what became of the save of ranks that exited as they were asked to
+    any_finished: bool = False  # some rank has ended with code 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """The state of the job when something calls for a decision."""
 
-    settings: Settings
-    newest: int | None = None  # the step of the newest checkpoint
-    progress: bool = False  # the attempt has saved a checkpoint
-    save: Save | None = None  # what became of the save of ranks that exited as they were asked to
-    any_finished: bool = False  # some rank of the attempt has ended with code 0
+    settings: LauncherSettings
+    newest_step: int | None = None  # the step of the newest checkpoint
+    attempt: AttemptFacts = AttemptFacts()
     recent_restarts: int = 0  # within the last hour
     restarts_in_a_row: int = 0  # without a new checkpoint
     cannot_start: str | None = None  # why no attempt can follow: too few nodes, or killed ranks that do not end
@@ -84,7 +91,7 @@ class Situation:
     @property
     def can_be_resumed(self) -> bool:
         """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
-        return self.newest is not None or self.save in ("saved", "nothing")
+        return self.newest_step is not None or self.attempt.save_outcome in ("saved", "nothing")
 
 
 # ---- the rules ----
@@ -103,38 +110,43 @@ def decide(failure: Failure | None, situation: Situation) -> Decision:
         return Drop(dismiss=True)
 
     if failure.noticed_as(LauncherFailure.IMPORT):
-        return End(ExitCode.FAILED, "it would end the same way", failure)
+        return _failed("it would end the same way", failure)
 
     if _resize_may_be_at_fault(failure, situation):
         return UndoResize()
 
     if failure.for_user:
-        return End(ExitCode.REFUSED, "the same program would run into the same error", failure)
+        return End(JobEnd(ExitCode.REFUSED, failure), "the same program would run into the same error")
 
     # The job was ending anyway. If it cannot be resumed, it has failed.
     if situation.preempt_signal:
         asked = f"the job was asked to save and exit ({situation.preempt_signal})"
-        return EndPreempted() if situation.can_be_resumed else End(ExitCode.FAILED, asked, failure)
+        return EndPreempted() if situation.can_be_resumed else _failed(asked, failure)
 
     # The ranks were well until a resize or a new node asked them to save.
-    if failure.noticed_as(LauncherFailure.OVERDUE):
+    if failure.noticed_as(LauncherFailure.GRACE_EXCEEDED):
         return Continue()
 
     if situation.cannot_start:
-        return End(situation.settings.code_if_nodes_are_missing, situation.cannot_start, failure)
+        code = situation.settings.code_if_nodes_are_missing
+        return End(JobEnd(code, failure), situation.cannot_start)
 
     reason = _reason_not_to_restart(failure, situation)
     if reason:
-        return End(ExitCode.FAILED, reason, failure)
+        return _failed(reason, failure)
 
     return Restart()
+
+
+def _failed(reason: str, failure: Failure | None = None) -> End:
+    return End(JobEnd(ExitCode.FAILED, failure), reason)
 
 
 def _without_failure(situation: Situation) -> Decision:
     """Return what follows a request to save and exit: by a signal, a resize or a new node."""
     # The exit code is that of the first signal, and it is known before the ranks are gone.
     if situation.typed_twice:
-        return End(Preempted.code_of(situation.preempt_signal), "Ctrl-C was typed twice")
+        return End(JobEnd(Preempted.code_of(situation.preempt_signal)), "Ctrl-C was typed twice")
 
     # A job that has failed has an exit code of its own, which a signal must not change.
     if situation.decided_end:
@@ -144,17 +156,17 @@ def _without_failure(situation: Situation) -> Decision:
         return Continue()
 
     # A signal may come before there is anything to save. If a save failed, there was.
-    if situation.save == "failed" and not situation.can_be_resumed:
-        return End(ExitCode.FAILED, "the save failed, and there is no checkpoint")
+    if situation.attempt.save_outcome == "failed" and not situation.can_be_resumed:
+        return _failed("the save failed, and there is no checkpoint")
 
     return EndPreempted()
 
 
 def _resize_may_be_at_fault(failure: Failure, situation: Situation) -> bool:
     """Return whether the first attempt after a resize was ended by its own error before it saved anything."""
-    # A signal, or a lost machine, may end any attempt. Only an error that repeats can come from the new size.
+    # A signal, or a lost node, may end any attempt. Only an error that repeats can come from the new size.
     repeats = failure.for_user or failure.likely_to_repeat
-    return situation.first_after_resize and repeats and not situation.preempt_signal and not situation.progress
+    return situation.first_after_resize and repeats and not situation.preempt_signal and not situation.attempt.has_saved
 
 
 def _reason_not_to_restart(failure: Failure, situation: Situation) -> str | None:
@@ -167,10 +179,10 @@ def _reason_not_to_restart(failure: Failure, situation: Situation) -> str | None
     if failure.traits.hangs and settings.hang.action == "stop":
         return "hang.action is stop"
 
-    if failure.traits.hangs and situation.any_finished:
+    if failure.traits.hangs and situation.attempt.any_finished:
         return "another rank has ended with code 0, so the same would most likely recur"
 
-    if failure.likely_to_repeat and not situation.progress:
+    if failure.likely_to_repeat and not situation.attempt.has_saved:
         return "no checkpoint has been saved since the last start, so the same error would most likely recur"
 
     if settings.restart.per_hour == 0:

@@ -1,4 +1,4 @@
-"""Running ranks that are asked to save and exit: the job is to end, to have another size, or to include a new node."""
+"""Requests to running ranks to save and exit: to end the job, to resize it, or to include a new node."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 from lockstep.errors import Preempted, plural
 from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.decisions.recovery import AttemptFacts, End
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
@@ -15,7 +16,7 @@ SAME_SIGINT_S = 1.0
 
 
 class SaveRequests:
-    """Asks the ranks to save and exit, and remembers the signal that asked the whole job to.
+    """Asks the ranks to save and exit, and remembers the signal that asks the whole job to end.
 
     `inherited` is a signal that came before a takeover.
     """
@@ -26,11 +27,12 @@ class SaveRequests:
         # The first signal. From then on no attempt is started.
         self.signal = inherited
 
-        # When Ctrl-C was first typed, and the nodes that have received it; after a takeover the nodes are not known.
-        self._sigint_at = -math.inf if inherited == "SIGINT" else math.inf
+        # When Ctrl-C was first typed, None if it was not, and the nodes that have received it. One that was typed
+        # before a takeover is long ago, and its nodes are not known.
+        self._sigint_at: float | None = -math.inf if inherited == "SIGINT" else None
         self._sigint_nodes: set[int] = set()
 
-        # The newest checkpoint when the ranks were asked: it is not what they were asked for.
+        # The step of the newest checkpoint when the ranks were asked to save: they have yet to save another one.
         self._newest_when_asked: int | None = None
 
         # The last attempt before a resize: if the one after it fails, the job returns to its size.
@@ -46,16 +48,20 @@ class SaveRequests:
         if signal != "SIGINT":
             return False
 
-        is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
+        # The first one. Soon after it, another node may receive the same one.
+        if self._sigint_at is None:
+            self._sigint_at = now
+            self._sigint_nodes.add(node)
+            return False
 
+        is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
         self._sigint_nodes.add(node)
-        self._sigint_at = min(self._sigint_at, now)
         return is_second
 
     def include_new_node(self, now: float) -> None:
         """Have running ranks save, so that the next attempt can include a node that has joined."""
         if self._state.status is JobStatus.RUN:
-            self._state.outbox.say("asking the ranks to save, to continue with the new node")
+            self._state.outbox.announce("asking the ranks to save, to continue with the new node")
             self.ask_ranks(now)
 
     def resize(self, ranks: int, now: float) -> None:
@@ -64,13 +70,13 @@ class SaveRequests:
         bounds = members.rank_bounds
 
         # No other attempt will start.
-        if self.signal or self._state.decided_end:
-            outbox.say(f"not resized to {plural(ranks, 'rank')}: the job is ending")
+        if self.signal or isinstance(self._state.decided, End):
+            outbox.announce(f"not resized to {plural(ranks, 'rank')}: the job is ending")
             return
 
         # A number that the nodes cannot run is refused, and the job goes on as it is.
         if not bounds.least <= ranks <= bounds.most:
-            outbox.say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
+            outbox.announce(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
 
         # The same number may be divided over the nodes in another way; that waits for the next attempt.
@@ -79,16 +85,16 @@ class SaveRequests:
             members.resize(ranks)
             return
 
-        outbox.say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
+        outbox.announce(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
         members.resize(ranks)
-        outbox.log_resize(before, members.world_size)
+        outbox.record_resize(before, members.world_size)
 
-        # If no attempt has started here, no size is known to work.
-        if self._state.attempt.started_here:
+        # The size of this attempt is known to work, if there is one.
+        if self._state.attempt is not None:
             self._before_resize = self._state.attempt
 
         # Nodes can import torch for the new ranks while the current ranks still save.
-        for node, count in members.wanted.items():
+        for node, count in members.ranks_per_node.items():
             outbox.send([node], Prepare(count))
 
         if self._state.status is JobStatus.RUN:
@@ -96,24 +102,24 @@ class SaveRequests:
 
     @property
     def first_after_resize(self) -> bool:
-        """Whether this is the first attempt after a resize, on the same nodes as before."""
+        """Whether the newest attempt is the first one after a resize, on the same nodes as before it."""
         before, state = self._before_resize, self._state
-        if before is None or state.attempt.number != before.next_number:
+        if before is None or state.last_attempt != before.number + 1:
             return False
 
-        return before.counts.keys() == state.members.wanted.keys()
+        return before.counts.keys() == state.members.ranks_per_node.keys()
 
     def undo_resize(self) -> None:
         """Return to the size before the last resize, and say so."""
         members, outbox, before = self._state.members, self._state.outbox, self._before_resize
         assert before is not None
         failed = members.world_size
-        members.wanted = dict(before.counts)
+        members.ranks_per_node = dict(before.counts)
         self._before_resize = None
 
         ranks = members.world_size
-        outbox.say(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
-        outbox.log_resize(failed, ranks)
+        outbox.announce(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
+        outbox.record_resize(failed, ranks)
 
     # ---- asking, and the end ----
 
@@ -130,26 +136,27 @@ class SaveRequests:
 
     def _await_exits(self, now: float) -> None:
         """Wait for the ranks to save and exit."""
-        self._newest_when_asked = self._state.checkpoints.newest
+        self._newest_when_asked = self._state.checkpoints.newest_step
         self._state.enter(JobStatus.SAVE_AND_EXIT, now + self._state.settings.restart.grace)
 
     def end_job(self) -> None:
         """End the job as preempted, because a signal asked for it and no rank runs any more."""
         state, attempt = self._state, self._state.attempt
-        step = state.checkpoints.newest
+        step = state.checkpoints.newest_step
 
         # The newest checkpoint need not be of this attempt, nor be the one that the ranks were asked for.
-        is_new = step != self._newest_when_asked or attempt.save == "saved"
+        facts = attempt.facts(step) if attempt is not None else AttemptFacts()
+        is_new = step != self._newest_when_asked or facts.save_outcome == "saved"
         if step is None:
-            saved = "ended before anything was saved"
-        elif attempt.has_saved(step) and attempt.save != "failed" and is_new:
-            saved = f"saved at step {step}"
-        elif attempt.number is not None and not attempt.started_here:
+            ended = "ended before anything was saved"
+        elif facts.has_saved and facts.save_outcome != "failed" and is_new:
+            ended = f"saved at step {step}"
+        elif attempt is None and state.last_attempt is not None:
             # The ranks of a lost coordinator may have saved it, or not.
-            saved = f"ended after a takeover; the newest checkpoint is of step {step}"
+            ended = f"ended after a takeover; the newest checkpoint is of step {step}"
         else:
-            saved = f"ended without another save; the newest checkpoint is of step {step}"
+            ended = f"ended without another save; the newest checkpoint is of step {step}"
 
-        state.outbox.say(f"{saved}; to resume: {state.job.resume_command}")
-        state.outbox.log("preempted", signal=self.signal, step=step)
+        state.outbox.announce(f"{ended}; to resume: {state.job.resume_command}")
+        state.outbox.record_event("preempted", signal=self.signal, step=step)
         state.end(JobEnd(Preempted.code_of(self.signal)))

@@ -11,8 +11,7 @@ from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.members import Members
 from lockstep.launch.decisions.recovery import Decision, End
 from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
-from lockstep.launch.hangs.watchdog import Watchdog
-from lockstep.launch.job import Job, Settings
+from lockstep.launch.job import Job, LauncherSettings
 from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, SaveAndExit
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 from lockstep.run_folder.names import LOGS
@@ -23,12 +22,18 @@ class JobState:
 
     def __init__(self, job: Job, checkpoints: CheckpointFacts, now: float, inherited: CoordinatorState):
         self.job = job
-        self.settings = Settings(**inherited.settings)
+        self.settings = LauncherSettings(**inherited.settings)
 
-        # The nodes, the ranks that run now, and the restarts so far.
+        # The nodes.
         self.members = Members(job.nnodes, now)
-        self.attempt = Attempt(inherited.attempt, {}, {}, None, Watchdog(self.settings.hang), started_here=False)
-        self.restarts = inherited.restarts.by_another_clock(now - inherited.clock)
+
+        # The newest attempt that this coordinator has started, None if it has started none. `last_attempt` is the
+        # number of the job's newest attempt, which a lost coordinator may have started.
+        self.attempt: Attempt | None = None
+        self.last_attempt = inherited.attempt
+
+        # The restarts so far, and what the checkpoints show.
+        self.restarts = inherited.restarts.shift_clock(now - inherited.clock)
         self.note_checkpoints(checkpoints)
 
         self.outbox = Outbox(job.run_dir / LOGS)
@@ -39,60 +44,68 @@ class JobState:
         self.status = JobStatus.JOIN
         self.deadline = now + JOIN_S
 
-        # What was decided for the moment when all ranks are gone: `FailureHandler` sets it, `NextAttempt` carries it
+        # The decision about what follows when all ranks are gone: `FailureHandler` sets it, `NextAttempt` carries it
         # out. None before the first attempt, and while nothing has happened.
         self.decided: Decision | None = None
-        if ending := inherited.ending:
-            self.decided = End(ending.code, "that was decided before the coordinator was lost", ending.failure)
+        if inherited.ending:
+            self.decided = End(inherited.ending, "that was decided before the coordinator was lost")
 
-        # Nodes that have not said yet, in KILL, that their ranks are gone.
-        self.unanswered: set[int] = set()
+        # In KILL, the nodes that have not reported yet that their ranks are gone.
+        self.awaiting_ranks_gone: set[int] = set()
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """Note what the checkpoints show now."""
         self.checkpoints = checkpoints
-        self.restarts.note_checkpoint(checkpoints.newest)
+        self.restarts.note_checkpoint(checkpoints.newest_step)
 
-    def enter(self, status: JobStatus, deadline: float = math.inf, unanswered: Iterable[int] = ()) -> None:
-        """Change the status. `unanswered` are the nodes from which it awaits an answer, until `deadline`."""
+    def enter(self, status: JobStatus, deadline: float = math.inf, awaiting_ranks_gone: Iterable[int] = ()) -> None:
+        """Change the status, which may last until `deadline`. `awaiting_ranks_gone` are nodes, for KILL."""
         assert status in TRANSITIONS[self.status], f"{status.name} cannot follow {self.status.name}"
         self.status = status
         self.deadline = deadline
-        self.unanswered = set(unanswered)
+        self.awaiting_ranks_gone = set(awaiting_ranks_gone)
 
     def end(self, ending: JobEnd) -> None:
         """End the job."""
         self.enter(JobStatus.OVER)
         self.outbox.put(ending)
 
+    # ---- the attempt ----
+
     @property
-    def decided_end(self) -> JobEnd | None:
-        """How the job ends when all ranks are gone, if it is decided that it has failed."""
-        decided = self.decided
-        return JobEnd(decided.code, decided.failure) if isinstance(decided, End) else None
+    def running(self) -> Attempt | None:
+        """The attempt whose ranks run now, None if none do."""
+        return self.attempt if self.status in ACTIVE else None
+
+    @property
+    def running_well(self) -> Attempt | None:
+        """The attempt whose ranks run now, None if none do, or if one of them has failed already."""
+        attempt = self.running
+        return attempt if attempt is not None and not attempt.has_failed else None
+
+    def has_running(self, number: int | None) -> bool:
+        """Return whether the ranks of the attempt with this number run now."""
+        return self.running is not None and self.running.number == number
 
     @property
     def nodes_of_attempt(self) -> set[int]:
         """The nodes that have ranks of this attempt, and still belong to the job."""
-        return self.attempt.nodes & self.members.nodes.keys()
-
-    def has_running(self, attempt: int | None) -> bool:
-        """Return whether this is the current attempt, while its ranks run."""
-        return attempt == self.attempt.number and self.status in ACTIVE
+        return self.attempt.nodes & self.members.nodes.keys() if self.attempt is not None else set()
 
     def order(self, kind: type[SaveAndExit | Kill | CollectStacks], **fields: Any) -> None:
         """Send an order of this kind to all nodes that have ranks of this attempt."""
-        if self.attempt.number is not None:
+        if self.attempt is not None:
             self.outbox.send(self.nodes_of_attempt, kind(self.attempt.number, **fields))
+
+    # ---- in words ----
 
     @property
     def where_to_resume(self) -> str:
-        """Where the next attempt begins, in words."""
-        newest = self.checkpoints.newest
-        return "the beginning" if newest is None else f"the checkpoint of step {newest}"
+        """Where the next attempt begins: "the beginning", or a checkpoint."""
+        step = self.checkpoints.newest_step
+        return "the beginning" if step is None else f"the checkpoint of step {step}"
 
     @property
-    def how_to_continue(self) -> str:
-        """What to type after the end of the job."""
-        how = "start over" if self.checkpoints.newest is None else "resume"
-        return f"To {how}: {self.job.resume_command}"
+    def how_to_resume(self) -> str:
+        """The command to type after the end of the job, in a sentence."""
+        return f"To resume from {self.where_to_resume}: {self.job.resume_command}"

@@ -32,7 +32,6 @@ from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
-    ACTIVE,
     FENCE_S,
     JOIN_S,
     NODES_KILL_S,
@@ -40,7 +39,7 @@ from lockstep.launch.decisions.status import (
     JobStatus,
 )
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.job import COORDINATOR, Job, Settings
+from lockstep.launch.job import COORDINATOR, Job, LauncherSettings
 from lockstep.launch.wire.messages import (
     CoordinatorState,
     NodeFailed,
@@ -85,28 +84,29 @@ class JobStateMachine:
 
     def coordinator_state(self, now: float) -> CoordinatorState:
         """Return the state that a successor would start from."""
+        decided = self._state.decided
         return CoordinatorState(
-            ranges(sorted(self._state.members.nodes)),
-            self._state.attempt.number,
-            self._state.restarts,
-            self._state.settings.model_dump(),
-            self._save_requests.signal,
-            self._state.decided_end,
-            now,
+            members=ranges(sorted(self._state.members.nodes)),
+            attempt=self._state.last_attempt,
+            restarts=self._state.restarts,
+            settings=self._state.settings.model_dump(),
+            preempt_signal=self._save_requests.signal,
+            ending=decided.ending if isinstance(decided, End) else None,
+            clock=now,
         )
 
     @property
     def end_is_decided(self) -> bool:
         """Whether the job ends when all ranks are gone, because it has failed."""
-        return self._state.decided_end is not None
+        return isinstance(self._state.decided, End)
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
         self._state.note_checkpoints(checkpoints)
 
     @property
-    def attempt(self) -> Attempt:
-        """The current attempt, or the last one."""
+    def attempt(self) -> Attempt | None:
+        """The newest attempt that was started here, None if there was none."""
         return self._state.attempt
 
     @property
@@ -123,15 +123,15 @@ class JobStateMachine:
         if now >= self._state.deadline or self._late_nodes(now):
             return True
 
-        return self._rank_exits.root_is_known(now) or self._hang_check.is_due(now)
+        return self._rank_exits.root_failure_is_due(now) or self._hang_check.is_due(now)
 
     def _late_nodes(self, now: float) -> list[int]:
         """Return the nodes that did not start their ranks in time."""
-        state, attempt = self._state, self._state.attempt
-        if now <= attempt.confirm_by or state.status not in ACTIVE:
+        attempt = self._state.running
+        if attempt is None or now <= attempt.confirm_by:
             return []
 
-        return sorted(attempt.unconfirmed & state.members.nodes.keys())
+        return sorted(attempt.awaiting_start & self._state.members.nodes.keys())
 
     def receive(self, node: int, message: ToCoordinator, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
@@ -170,7 +170,7 @@ class JobStateMachine:
         self._state.members.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self._state.members.nodes), 'node')}"
-            self._state.node_news.say("joined", node.host, text, now)
+            self._state.node_news.announce("joined", node.host, text, now)
 
     def node_lost(self, number: int, why: str, now: float) -> None:
         """A node is lost. The attempt fails if ranks were still running there. `why` is a verb phrase: "vanished"."""
@@ -178,7 +178,7 @@ class JobStateMachine:
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
-        if self._state.attempt.number is None:
+        if self._state.last_attempt is None:
             self._failure_handler.announce(failure)
             return
 
@@ -190,14 +190,14 @@ class JobStateMachine:
 
         self._failure_handler.handle(failure, now)
         if isinstance(self._state.decided, Restart):
-            self._next_attempt.say_missing(now)
+            self._next_attempt.announce_missing(now)
 
     # ---- ranks end ----
 
     def ranks_gone(self, node: int, attempt: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
-        if attempt == self._state.attempt.number and self._state.status is JobStatus.KILL:
-            self._state.unanswered.discard(node)
+        if attempt == self._state.last_attempt and self._state.status is JobStatus.KILL:
+            self._state.awaiting_ranks_gone.discard(node)
             self._failure_handler.continue_if_gone(now)
 
     def node_failed(self, node: int, message: NodeFailed, now: float) -> None:
@@ -207,9 +207,9 @@ class JobStateMachine:
         if node not in state.members.nodes or state.status is JobStatus.OVER:
             return
 
-        kind, host = LauncherFailure(message.what), state.members.nodes[node].host
-        if kind is LauncherFailure.IMPORT or state.has_running(message.attempt):
-            failure = Failure.by_launcher(kind, message.why, host=host, node=node, for_user=message.for_user)
+        if message.what is LauncherFailure.IMPORT or state.has_running(message.attempt):
+            host = state.members.nodes[node].host
+            failure = Failure.by_launcher(message.what, message.why, host=host, node=node, for_user=message.for_user)
             self._failure_handler.handle(failure, now)
 
     # ---- heartbeats and hangs ----
@@ -220,14 +220,15 @@ class JobStateMachine:
 
         # A late beat of the previous attempt shows ranks that are dead.
         attempt = self._state.attempt
-        if beat.attempt == attempt.number:
-            attempt.unconfirmed.discard(node)
+        if attempt is not None and beat.attempt == attempt.number:
+            attempt.awaiting_start.discard(node)
             attempt.watchdog.note_views(node, beat.views)
 
         # All attempts have the same settings.
         if beat.settings:
-            self._state.settings = Settings(**beat.settings)
-            attempt.watchdog.set_limits(self._state.settings.hang)
+            self._state.settings = LauncherSettings(**beat.settings)
+            if attempt is not None:
+                attempt.watchdog.configure(self._state.settings.hang)
 
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stall; called about once a second."""
@@ -238,17 +239,18 @@ class JobStateMachine:
     def preempt_requested(self, signal: str, now: float, node: int = COORDINATOR) -> None:
         """A signal at a node asks the job to save and exit. After a second Ctrl-C the ranks are killed at once."""
         at_once = self._save_requests.note_signal(signal, node, now)
+        state = self._state
 
-        match self._state.status:
+        match state.status:
             case JobStatus.RUN | JobStatus.SAVE_AND_EXIT if at_once:
-                self._state.outbox.say("second Ctrl-C: killing the ranks")
+                state.outbox.announce("second Ctrl-C: killing the ranks")
                 self._failure_handler.follow_request(now, typed_twice=True)
                 self._failure_handler.order_kill(now)
 
             case JobStatus.RUN:
-                ranks = plural(len(self._state.attempt.ranks), "rank")
-                grace = f"{self._state.settings.restart.grace:g} s, restart.grace"
-                self._state.outbox.say(f"{signal}: asking {ranks} to save and exit ({grace}; Ctrl-C twice: at once)")
+                ranks = plural(len(state.attempt.ranks) if state.attempt is not None else 0, "rank")
+                grace = f"{state.settings.restart.grace:g} s, restart.grace"
+                state.outbox.announce(f"{signal}: asking {ranks} to save and exit ({grace}; Ctrl-C twice: at once)")
                 self._save_requests.ask_ranks(now)
 
             case JobStatus.JOIN | JobStatus.KILL:
@@ -264,13 +266,10 @@ class JobStateMachine:
     # ---- time ----
 
     def tick(self, now: float) -> None:
-        """Let time pass.
-
-        Start the next attempt if its nodes are there, or end the job if that is planned; drop nodes that did not start
-        their ranks in time; act on the deadline of the current status.
-        """
+        """Let time pass: act on what has not come in time."""
         state = self._state
 
+        # While no rank runs, start the next attempt if its nodes are there, or end the job if that is decided.
         state.node_news.sum_up(now, len(state.members.nodes))
         if state.status is JobStatus.JOIN:
             self._next_attempt.tick(now)
@@ -279,11 +278,17 @@ class JobStateMachine:
         for node in self._late_nodes(now):
             self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
 
-        if self._rank_exits.root_is_known(now):
-            self._rank_exits.handle_root(now)
-        elif self._hang_check.is_due(now):
+        # A rank that has failed explains everything else. If something may still come before it, that is waited for.
+        if self._rank_exits.root_failure_is_due(now):
+            self._rank_exits.handle_root_failure(now)
+            return
+
+        # Then the stacks of ranks that stall. They come before the deadline, which may be what they were collected for.
+        if self._hang_check.is_due(now):
             self._hang_check.judge(now)
-        elif now >= state.deadline:
+            return
+
+        if now >= state.deadline:
             self._deadline_passed(now)
 
     def _deadline_passed(self, now: float) -> None:
@@ -295,20 +300,20 @@ class JobStateMachine:
                 problem = f"{came}, and {state.members.bounds.least} are needed"
                 self._failure_handler.end_without_attempt(problem, now)
 
-            case JobStatus.SAVE_AND_EXIT if attempt.has_failed:
+            case JobStatus.SAVE_AND_EXIT if attempt is not None and attempt.has_failed:
                 self._failure_handler.handle(attempt.root_failure(), now)
 
             case JobStatus.SAVE_AND_EXIT:
-                self._hang_check.overdue(now)
+                self._hang_check.time_is_over(now)
 
-            case JobStatus.KILL if COORDINATOR in state.unanswered:
+            case JobStatus.KILL if COORDINATOR in state.awaiting_ranks_gone:
                 # They still hold the run folder.
                 problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
                 self._failure_handler.end_without_attempt(problem, now)
 
             case JobStatus.KILL:
                 # Continue without the other nodes that could not kill their ranks.
-                for node in sorted(state.unanswered):
+                for node in sorted(state.awaiting_ranks_gone):
                     self.node_lost(node, f"was dropped: its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobStatus.RUN | JobStatus.OVER:

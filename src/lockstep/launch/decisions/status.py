@@ -1,14 +1,14 @@
-"""What a job is doing or waiting for, what may follow, and how long it may last."""
+"""The statuses of a job, what may follow each of them, and how long they may last."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-from lockstep.launch.failure import Consequence
+from lockstep.launch.failure import CausedByPeer
 
 
 class JobStatus(Enum):
-    """What the job is doing, or waiting for."""
+    """The status of a job: what it does, or waits for."""
 
     JOIN = "waiting for nodes"
     RUN = "running"
@@ -20,7 +20,7 @@ class JobStatus(Enum):
 # What may follow each status, and why.
 TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
     JobStatus.JOIN: {
-        JobStatus.RUN,  # all nodes that may join are there, or enough nodes and no new one for 3 s
+        JobStatus.RUN,  # all nodes that may join are there; or enough, and no new one for 3 s, or others for 30 s
         JobStatus.OVER,  # too few nodes came in time, or are left after an attempt; or the end was decided
     },
     JobStatus.RUN: {
@@ -53,10 +53,10 @@ JOIN_S = 300.0
 # After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
 # that is longer: a large process takes a while to die.
 ROOT_WAIT_S = {
-    Consequence.NEVER: 0.0,
-    Consequence.UNLIKELY: 1.0,
-    Consequence.POSSIBLE: 5.0,
-    Consequence.CERTAIN: 5.0,
+    CausedByPeer.NEVER: 0.0,
+    CausedByPeer.UNLIKELY: 1.0,
+    CausedByPeer.POSSIBLE: 5.0,
+    CausedByPeer.CERTAIN: 5.0,
 }
 
 # After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
@@ -64,7 +64,7 @@ ROOT_WAIT_S = {
 COMMIT_S = 3.0
 
 # How long the other ranks may take to exit after the first one that was asked to.
-STRAGGLER_GRACE_S = 20.0
+OTHER_SAVES_S = 20.0
 
 # A node sends a heartbeat every second. If none came for this long, the node is probably lost.
 QUIET_S = 2.0

@@ -1,1 +1,1 @@
-"""Finds a rank that hangs: the limits, the stacks of all ranks, and the collectives that they entered."""
+"""Finds a rank that hangs: the timeouts, the stacks of all ranks, and the collectives that they entered."""

@@ -19,7 +19,7 @@ STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "susp
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was collected after a suspicion, and what follows from it."""
+    """The stacks and collectives that were collected after a suspicion, and what follows from them."""
 
     stacks: dict[int, str] = field(default_factory=dict)  # by rank; "" for a rank that did not answer
     findings: flight_recorder.Findings = field(default_factory=flight_recorder.Findings)
@@ -99,7 +99,7 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
 
 def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
     """Return the ranks that the others wait for, by the best evidence available."""
-    # Of several ranks that do not seem to wait, one that holds the GIL is the most certain.
+    # If several ranks do not seem to wait, one that holds the GIL is the most certain.
     awaited = suspicion.awaited
     if awaited:
         holders = set(evidence.holders)

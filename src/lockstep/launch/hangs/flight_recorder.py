@@ -35,7 +35,7 @@ RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Torch's name for the group of all ranks.
 DEFAULT_GROUP = "default_pg"
 
-# What is read of an entry of the recorder.
+# The fields that are read of an entry of the recorder.
 FIELDS = (
     "process_group",
     "collective_seq_id",
@@ -164,7 +164,7 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
     """Compare the collectives of the ranks. There are no lines if no collective is under way."""
     groups = sorted(_by_group(dumps).items())
 
-    # Of each group: the first collective that differs, or the first one in which ranks wait.
+    # Each process group contributes the first collective that differs, or else the first one in which ranks wait.
     mismatches = {}
     waits = {}
 

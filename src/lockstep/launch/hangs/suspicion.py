@@ -3,9 +3,9 @@
 Three words: ranks *stall* when they do not advance, for whatever reason. A process is *halted* when it is suspended
 (SIGSTOP), dead or gone. A *hang* is a failure: the verdict about ranks that have stalled for too long.
 
-Each phase has its own limit, learnt from how long the phase took before. As long as one rank is within its own limit
-there is no suspicion, because every other rank may be waiting for that rank. A halted process is always
-a reason for suspicion.
+Each phase has its own timeout, learnt from how long the phase took before. As long as one rank is within its own
+timeout there is no suspicion, because every other rank may be waiting for that rank. A halted process is always a
+reason for suspicion.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lockstep.runtime import attempt_folder, heartbeat
 # The phases of ranks that have not yet entered a collective in which other ranks may already wait.
 BEFORE_ALL_REDUCE = {name for name, phase in heartbeat.PHASES.items() if phase.before_all_reduce}
 
-# Minimum limit, in multiples of `hang.least`, for phases that read or write files.
+# Shortest timeout, in multiples of `hang.least`, of phases that read or write files.
 IO_FACTOR = 6.0
 
-# Minimum limit, in multiples of `hang.least`, for a rank busy with CPU or disk, or for every rank if none waits.
+# Shortest timeout, in multiples of `hang.least`, of a rank that uses the CPU or a disk, and of all ranks if none waits.
 BUSY_FACTOR = 12.0
 
 # Seconds that a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
@@ -58,7 +58,7 @@ class RankView(heartbeat.HeartbeatView):
 
     @property
     def phase_info(self) -> heartbeat.Phase:
-        """What is known about the rank's phase."""
+        """The facts about the rank's phase."""
         # Another node may send anything.
         return heartbeat.PHASES.get(self.phase, heartbeat.Phase())
 
@@ -72,7 +72,7 @@ def process_stat(pid: int) -> list[str]:
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     """Read a rank's heartbeat and process state. Return None for a process that is gone and never had a heartbeat.
 
-    Return None as well if the attempt's folder is gone: a rank that trains would seem to be starting for ever.
+    Return None as well if the attempt's folder is gone: a rank that trains would seem to be starting forever.
     """
     stat = process_stat(pid)
     view = heartbeat.read(attempt_folder.heartbeat(folder, rank))
@@ -91,10 +91,10 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
 # ---- all ranks at one moment ----
 
 
-# Why the stacks of all ranks are collected: a process is halted; or every rank has reached its limit; or no rank has
-# advanced for a while. In that case the job fails only if the stacks prove a deadlock. Last: ranks that were asked to
-# save and exit take too long.
-SuspicionKind = Literal["halted", "limit", "stall", "overdue"]
+# Why the stacks of all ranks are collected. "halted": a process is halted. "timeout": every rank has reached its
+# timeout. "stall": no rank has advanced for a while, and the job fails only if the stacks prove a deadlock. "grace":
+# ranks that were asked to save and exit have exceeded the time that they had.
+SuspicionKind = Literal["halted", "timeout", "stall", "grace"]
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class Suspicion:
         return any(self.views[rank].halted for rank in self.awaited)
 
 
-def suspect(views: list[RankView], limits: HangConfig, hangs: int = 0) -> Suspicion | None:
+def suspect(views: list[RankView], config: HangConfig, hangs: int = 0) -> Suspicion | None:
     """Return a suspicion if the job as a whole stalls. `views` are all ranks of the job, on all nodes.
 
-    `hangs`: how many attempts were ended as hanging since the newest checkpoint. Limits are higher then.
+    `hangs`: how many attempts were ended as hanging since the newest checkpoint. Timeouts are longer then.
     """
     # After its run a rank's process may go on for any time, or be gone.
     working = [view for view in views if not view.phase_info.after_run]
@@ -135,22 +135,22 @@ def suspect(views: list[RankView], limits: HangConfig, hangs: int = 0) -> Suspic
 
         return Suspicion("halted", reason, [view.rank for view in halted], by_rank)
 
-    # One rank within its limit is enough: the others may be waiting for it.
+    # One rank within its timeout is enough: the others may be waiting for it.
     peers = Peers(working)
-    rank_limits = {view.rank: raised_limit(view, peers, limits, hangs) for view in working}
-    if not working or any(view.age <= rank_limits[view.rank].seconds for view in working):
+    timeouts = {view.rank: raised_timeout(view, peers, config, hangs) for view in working}
+    if not working or any(view.age <= timeouts[view.rank].seconds for view in working):
         return None
 
     youngest = min(view.age for view in working)
-    longest = max(rank_limits.values())
-    reason = f"no rank has advanced for {youngest:.1f} s (limit {longest.seconds:.1f} s, by {longest.setting})"
+    longest = max(timeouts.values())
+    reason = f"no rank has advanced for {youngest:.1f} s (timeout {longest.seconds:.1f} s, by {longest.setting})"
     remedy = f"if this is slow work, not a hang: {longest.setting}={2 * longest.value:g}"
 
-    return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy)
+    return Suspicion("timeout", reason, awaited_ranks(working), by_rank, remedy)
 
 
-class Limit(NamedTuple):
-    """How many seconds a rank may stay in its phase, and the setting that this limit comes from, with its value."""
+class Timeout(NamedTuple):
+    """How many seconds a rank may stay in its phase, and the setting that this comes from, with its value."""
 
     seconds: float
     setting: Literal["hang.first", "hang.least", "hang.factor"]
@@ -158,7 +158,7 @@ class Limit(NamedTuple):
 
 
 class Peers:
-    """What the limit of each rank depends on in the other ranks; made once for all of them."""
+    """The facts about all ranks on which the timeout of each rank depends; made once for all of them."""
 
     def __init__(self, views: Iterable[RankView]):
         self.none_waits = True
@@ -171,21 +171,21 @@ class Peers:
                     self.longest[phase] = seconds
 
 
-def raised_limit(view: RankView, peers: Peers, limits: HangConfig, hangs: int) -> Limit:
-    """Return `limit_of` this rank, or more.
+def raised_timeout(view: RankView, peers: Peers, config: HangConfig, hangs: int) -> Timeout:
+    """Return the timeout of this rank: `timeout_of`, or more.
 
     It is raised if the rank is visibly at work, because one long batch is not a hang, and if earlier attempts were
     ended as hanging.
     """
-    limit = limit_of(view, peers, limits)
+    timeout = timeout_of(view, peers, config)
 
     # Work that can be seen, or that all ranks do at once, gets more time.
     if _is_busy(view) or peers.none_waits:
-        limit = max(limit, Limit(BUSY_FACTOR * limits.least, "hang.least", limits.least))
+        timeout = max(timeout, Timeout(BUSY_FACTOR * config.least, "hang.least", config.least))
 
     # For each earlier attempt, but never more than a phase without a history gets.
-    raised = min(limit.seconds * RAISE_FACTOR**hangs, limits.first)
-    return limit._replace(seconds=max(limit.seconds, raised))
+    raised = min(timeout.seconds * RAISE_FACTOR**hangs, config.first)
+    return timeout._replace(seconds=max(timeout.seconds, raised))
 
 
 def _is_busy(view: RankView) -> bool:
@@ -198,29 +198,29 @@ def _has_history(view: RankView) -> bool:
     return view.phase_info.duration != "unpredictable" and view.steps_here > 0 and bool(view.longest.get(view.phase))
 
 
-def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
+def timeout_of(view: RankView, peers: Peers, config: HangConfig) -> Timeout:
     """Return how many seconds this rank may stay in its phase, and the setting that says so."""
     if not _has_history(view):
-        return Limit(limits.first, "hang.first", limits.first)
+        return Timeout(config.first, "hang.first", config.first)
 
-    # In a collective this rank also waits for everything that the other ranks do before they enter it.
+    # In a collective this rank also waits foreverything that the other ranks do before they enter it.
     steady = view.phase_info.duration == "steady"
     phases = {view.phase} | BEFORE_ALL_REDUCE if steady else {view.phase}
     longest = max(peers.longest.get(phase, 0.0) for phase in phases)
 
-    least = limits.least * (1.0 if steady else IO_FACTOR)
-    learnt = limits.factor * longest
+    least = config.least * (1.0 if steady else IO_FACTOR)
+    learnt = config.factor * longest
     if learnt > least:
-        return Limit(learnt, "hang.factor", limits.factor)
+        return Timeout(learnt, "hang.factor", config.factor)
 
-    return Limit(least, "hang.least", limits.least)
+    return Timeout(least, "hang.least", config.least)
 
 
 def awaited_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: ranks that do not wait themselves, or are at an earlier step."""
     # Usually the rank that holds up the others is not in a collective, or in one of an earlier step.
-    newest = max(view.step for view in views)
-    awaited = [view.rank for view in views if not view.phase_info.waits or view.step < newest]
+    newest_step = max(view.step for view in views)
+    awaited = [view.rank for view in views if not view.phase_info.waits or view.step < newest_step]
     if awaited:
         return awaited
 

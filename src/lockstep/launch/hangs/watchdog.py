@@ -24,14 +24,14 @@ from lockstep.launch.hangs.suspicion import (
     RankView,
     Suspicion,
     awaited_ranks,
-    raised_limit,
+    raised_timeout,
     suspect,
 )
 
 # How long a rank that compiles, or saves, is left alone before it is asked again.
 BUSY_S = 10.0
 
-# Seconds without progress after which the screen says where the ranks are, whatever their limits.
+# Seconds without progress after which the screen says where the ranks are, whatever their timeouts.
 STALL_S = 45.0
 
 # A launcher that did not look for this long was itself halted or starved, and perhaps so were its ranks.
@@ -44,8 +44,8 @@ _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/com
 class Watchdog:
     """Watches the ranks of one attempt: their heartbeats, and on suspicion their stacks and collectives."""
 
-    def __init__(self, limits: HangConfig):
-        self._limits = limits
+    def __init__(self, config: HangConfig):
+        self._config = config
 
         # Node -> its ranks, as of its last heartbeat.
         self._views: dict[int, list[RankView]] = {}
@@ -71,9 +71,9 @@ class Watchdog:
 
     # ---- what the nodes send ----
 
-    def set_limits(self, limits: HangConfig) -> None:
-        """Use the task's own limits, which are known once rank 0 has read its configuration."""
-        self._limits = limits
+    def configure(self, config: HangConfig) -> None:
+        """Use the task's own settings, which are known once rank 0 has read its configuration."""
+        self._config = config
 
     def note_views(self, node: int, views: list[RankView]) -> None:
         """Note the ranks of a node, from its heartbeat."""
@@ -129,12 +129,12 @@ class Watchdog:
         self.forget_answers()
         self._suspicion = None
         if now >= self._quiet_until:
-            self._suspicion = suspect(seen, self._limits, hangs) or self._stall(seen, hangs)
+            self._suspicion = suspect(seen, self._config, hangs) or self._stall(seen, hangs)
 
         return self._suspicion
 
     def _stall(self, views: list[RankView], hangs: int) -> Suspicion | None:
-        """Return a suspicion long before a limit is reached, to show where the ranks are; once for each stall."""
+        """Return a suspicion long before a timeout is reached, to show where the ranks are; once for each stall."""
         beats = {view.rank: view.beats for view in views}
         working = [view for view in views if not view.phase_info.after_run]
         youngest = min((view.age for view in working), default=0.0)
@@ -150,9 +150,9 @@ class Watchdog:
         named = min(working, key=lambda view: (view.phase_info.waits, view.rank))
         peers = Peers(working)
 
-        limit = max(raised_limit(view, peers, self._limits, hangs) for view in working)
+        timeout = max(raised_timeout(view, peers, self._config, hangs) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
-        applies = f"the limit is {limit.seconds:.0f} s, by {limit.setting}"
+        applies = f"the timeout is {timeout.seconds:.0f} s, by {timeout.setting}"
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; {applies}"
 
         return Suspicion("stall", reason, awaited_ranks(working), {view.rank: view for view in working})
@@ -182,7 +182,7 @@ class Watchdog:
     def verdict(self, saves_may_take_long: bool = False) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy.
 
-        `saves_may_take_long`: they were asked to save, and have a limit of their own for that.
+        `saves_may_take_long`: they were asked to save, and `restart.grace` is their timeout for that.
         """
         suspicion = self._suspicion
         assert suspicion is not None
@@ -192,11 +192,11 @@ class Watchdog:
             return None
 
         saves = saves_may_take_long and any(view.phase_info.saves for view in suspicion.views.values())
-        if saves or self.is_compiling(suspicion, self._stacks):
+        if saves or self._is_compiling(suspicion):
             self._quiet_until = self._last_look + BUSY_S
             return None
 
-        # Within their limits ranks may just be slow, unless they wait for each other in different collectives.
+        # Within their timeouts ranks may just be slow, unless they wait for each other in different collectives.
         evidence = self._evidence(suspicion)
         if suspicion.kind != "stall":
             return explain(suspicion, evidence)
@@ -208,19 +208,21 @@ class Watchdog:
         reason = f"no rank has advanced for {youngest:.0f} s, and none can: they wait in different collectives"
         return explain(replace(suspicion, reason=reason), evidence)
 
-    def overdue(self, late: Mapping[int, str]) -> Failure:
-        """Return the failure of ranks that were asked to save and take too long. `late`: rank -> host."""
-        one, several = "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
-        reason = plural(len(late), one, several)
+    def grace_exceeded(self, left: Mapping[int, str], within: str) -> Failure:
+        """Return the failure of ranks that were asked to save and exit, and have not.
+
+        `left`: rank -> host. `within`: the time that they had, in words.
+        """
+        reason = f"{plural(len(left), 'rank')} did not exit within {within}"
 
         # Without a view of every rank it is not known which one holds up the others.
-        views = [view for view in self._all_views if view.rank in late]
-        if len(views) < len(late):
-            first = min(late)
-            return Failure.by_launcher(LauncherFailure.OVERDUE, reason, first, late[first])
+        views = [view for view in self._all_views if view.rank in left]
+        if len(views) < len(left):
+            first = min(left)
+            return Failure.by_launcher(LauncherFailure.GRACE_EXCEEDED, reason, first, left[first])
 
-        suspicion = Suspicion("overdue", reason, awaited_ranks(views), {view.rank: view for view in views})
-        return replace(explain(suspicion, self._evidence(suspicion)), kind=LauncherFailure.OVERDUE)
+        suspicion = Suspicion("grace", reason, awaited_ranks(views), {view.rank: view for view in views})
+        return replace(explain(suspicion, self._evidence(suspicion)), kind=LauncherFailure.GRACE_EXCEEDED)
 
     def _evidence(self, suspicion: Suspicion) -> Evidence:
         """Return the stacks, and what follows from the collectives if all ranks have sent theirs."""
@@ -237,13 +239,13 @@ class Watchdog:
         holders = gil_holders(stacks, collectives)
         return Evidence(stacks, findings, holders, ranks_ahead(suspicion, findings))
 
-    def is_compiling(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
+    def _is_compiling(self, suspicion: Suspicion) -> bool:
         """Return whether a rank is compiling, which is not a hang.
 
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
         longer than a step. `hang.first` then applies.
         """
-        # Beyond that limit even compiling counts as a hang.
-        young = [view.rank for view in suspicion.views.values() if view.age <= self._limits.first]
-        compiling = any(_COMPILING.search(stacks.get(rank, "")) for rank in young)
+        # After that time even compiling counts as a hang.
+        young = [view.rank for view in suspicion.views.values() if view.age <= self._config.first]
+        compiling = any(_COMPILING.search(self._stacks.get(rank, "")) for rank in young)
         return compiling and not suspicion.awaits_halted_rank

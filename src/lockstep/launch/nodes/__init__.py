@@ -1,1 +1,1 @@
-"""A job on several machines: which node coordinates it, and what the other nodes do."""
+"""A job on several nodes: which node coordinates it, and what the other nodes do."""

@@ -1,4 +1,4 @@
-"""The launcher of one node of a job on several machines.
+"""The launcher of one node of a job on several nodes.
 
 Each node's launcher either coordinates the job or follows the node that does; `search.py` finds out which. Each node
 has an `Agent`, which runs the node's ranks and stays the same when another node takes over.
@@ -17,8 +17,9 @@ from lockstep.launch import election
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
-from lockstep.launch.terminal import say, shares_log
+from lockstep.launch.nodes.roles import CoordinatorRole, Membership, NextStep
+from lockstep.launch.nodes.search import Search
+from lockstep.launch.terminal import print_line, shares_log
 from lockstep.launch.times import HEARTBEAT_S
 from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, local_address
 from lockstep.launch.wire.messages import (
@@ -45,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 class NodeLauncher:
-    """The launcher of one node of a job on several machines."""
+    """The launcher of one node of a job on several nodes."""
 
     def __init__(self, job: Job, name: str, signals: list[str]):
         # The job as this node's command describes it, until a coordinator has welcomed the node.
@@ -94,14 +95,14 @@ class NodeLauncher:
         address = local_address(role.listener)
 
         with role.resources:
-            job = replace(self._job, join=term.address)
-            coordinator = Coordinator(job, self._agent, self._signals, role.listener, role.lease, role.inherited)
-
-            # After a takeover, the state machine decides whether the job restarts.
             if role.failure:
                 event = {"event": "takeover", "term": term.number, "node": term.host, "address": term.address}
                 append_event(self._job.run_dir, {**event, "from": role.failure.host})
-                coordinator.took_over(role.failure)
+
+            job = replace(self._job, join=term.address)
+            coordinator = Coordinator(
+                job, self._agent, self._signals, role.listener, role.lease, role.inherited, role.failure
+            )
 
             ending = coordinator.run()
             if ending:
@@ -110,7 +111,9 @@ class NodeLauncher:
 
         # The successor has not received the signals that this launcher received: they are sent again.
         self._signals[:0] = coordinator.received_signals
-        say("lockstep: another node took over this job while this node did not answer; the ranks here were killed")
+        print_line(
+            "lockstep: another node took over this job while this node did not answer; the ranks here were killed"
+        )
         self._membership = Membership(term, COORDINATOR, coordinator.state, address)
         return self._search.after_loss(self._membership, "this node was superseded")
 
@@ -140,7 +143,7 @@ class NodeLauncher:
                     return self._search.find_coordinator()
 
                 where = f"{last.term.host} ({last.term.address})"
-                say(f"lockstep: the coordinating node {where} is lost: {lost}; the ranks here were killed")
+                print_line(f"lockstep: the coordinating node {where} is lost: {lost}; the ranks here were killed")
                 return self._search.after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[ToNode]:
@@ -210,7 +213,7 @@ class NodeLauncher:
 
                     case Announce():
                         if not shares_log():
-                            say(message.text)
+                            print_line(message.text)
 
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)

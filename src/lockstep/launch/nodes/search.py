@@ -1,4 +1,4 @@
-"""How a node of a job on several machines finds the node that coordinates, or becomes that node.
+"""How a node of a job on several nodes finds the node that coordinates, or becomes that node.
 
 At first the node that can bind the first address of `--join` coordinates. If that node is lost, another node takes
 over. The files in the run folder say which (`election.py`).
@@ -10,14 +10,14 @@ import math
 import socket
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch import election
 from lockstep.launch.election import CounterWatch, Lease, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Job, parse_address
-from lockstep.launch.terminal import say, shares_log
+from lockstep.launch.nodes.roles import CoordinatorRole, Membership, NextStep
+from lockstep.launch.terminal import print_line, shares_log
 from lockstep.launch.times import LOST_AFTER_S, within_last_hour
 from lockstep.launch.wire.connections import (
     Connection,
@@ -28,7 +28,7 @@ from lockstep.launch.wire.connections import (
     listen_at,
     reach,
 )
-from lockstep.launch.wire.messages import CoordinatorState, JobEnd
+from lockstep.launch.wire.messages import JobEnd
 from lockstep.run_folder.locks import break_locks, hold
 from lockstep.run_folder.names import EVENTS
 from lockstep.run_folder.start_from import hold_for_new_job
@@ -58,31 +58,6 @@ DELIVER_S = 20.0
 
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What a node knows about the term in which it last belonged to the job."""
-
-    term: Term
-    number: int  # the node's number in that term
-    state: CoordinatorState  # the last one that was received
-    local_address: str  # this machine's address on the connection to the coordinator
-
-
-@dataclass
-class CoordinatorRole:
-    """What a node needs to coordinate: a listening socket, its term, and the state of the previous coordinator."""
-
-    resources: ExitStack  # holds the run folder and the listening socket until it is closed
-    listener: socket.socket
-    lease: Lease
-    inherited: CoordinatorState | None = None
-    failure: Failure | None = None  # the loss of the previous coordinator
-
-
-# What a node does next: follow the coordinator at the other end of a connection, coordinate, or end.
-NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class Search:
@@ -141,7 +116,7 @@ class Search:
                 term, _ = self._newest_term()
                 where = term.address if term else ", ".join(self._addresses)
                 problem = f"no answer from {where} yet ({self._last_problem})"
-                say(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
+                print_line(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
 
             time.sleep(SEARCH_RETRY_S)
             now = time.monotonic()
@@ -199,7 +174,7 @@ class Search:
 
     def _port_is_taken(self) -> PeersMissing:
         """Return the error for a port that another program has."""
-        # What listens there may be a node of an earlier job that ends slowly: another try makes sense.
+        # A node of an earlier job that ends slowly may listen there: another try makes sense.
         return PeersMissing(
             f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
             f"no launcher of this job answered there within {TAKEN_S:.0f} s",
@@ -208,14 +183,14 @@ class Search:
 
     def _claim_first(self) -> socket.socket | None:
         """Bind the first address of --join, if it is this machine's."""
-        # Where a platform numbers its machines, only number 0 may be meant, even if others could bind the address.
+        # Where a platform numbers its nodes, only number 0 may be meant, even if others could bind the address.
         if self._job.node not in (None, 0):
             return None
 
         try:
             return bind_join_address(self._addresses[0])
         except UserError as error:
-            # The name of a lost machine may no longer resolve, and a platform may publish a name only after the start.
+            # The name of a lost node may no longer resolve, and a platform may publish a name only after the start.
             term, readable = self._newest_term()
             self._last_problem = f"{error.problem}: {error.found}"
             if len(self._addresses) > 1 or term or not readable or self._job.node is not None:
@@ -226,7 +201,7 @@ class Search:
     def _newest_term(self) -> tuple[Term | None, bool]:
         """Return the newest term in the run folder, and whether the folder could be read."""
         try:
-            return election.newest(self._job.run_dir), True
+            return election.newest_term(self._job.run_dir), True
         except OSError as error:
             self._last_problem = f"the run folder cannot be read: {error.strerror or error}"
             return None, False
@@ -262,7 +237,9 @@ class Search:
 
     def _end_on_signal(self) -> JobEnd:
         """End because of a signal, while this node has no connection to a coordinator."""
-        say(f"lockstep: {self._signals[0]}: ended while no node coordinates; to resume: {self._job.resume_command}")
+        print_line(
+            f"lockstep: {self._signals[0]}: ended while no node coordinates; to resume: {self._job.resume_command}"
+        )
         return JobEnd(Preempted.code_of(self._signals[0]))
 
     # ---- after the coordinator was lost ----
@@ -312,10 +289,12 @@ class Search:
         """Act on the newest term: connect to its coordinator or take over. Return None to wait and look again."""
         run_dir = self._job.run_dir
         watch.note(term.number, election.read_counter(run_dir, term.number), now)
+
+        # Either the coordinator that this node has lost is alive all the same, or another node has succeeded it.
         alive = watch.is_alive(now)
         still_alive = term.number == last.term.number and alive
 
-        # Each return interrupts the training of all nodes.
+        # A node that comes back too often ends: each time the training of all nodes is interrupted.
         if still_alive and len(within_last_hour(self._reconnects, now)) >= MAX_RECONNECTS:
             often = f"this node has returned to it {MAX_RECONNECTS} times within an hour"
             problem = f"this node cannot stay connected to the coordinating node ({last.term.address}): {why}; {often}"
@@ -329,7 +308,8 @@ class Search:
         if still_alive:
             election.write_cut_off_file(run_dir, term.number, last.number)
 
-        # Seconds spent on connecting do not count, because the counter was not watched meanwhile.
+        # The coordinator may be lost, or out of reach of most nodes. `now` is the time before the try to connect: the
+        # counter was not watched during that.
         reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
         if reason is None or self._signals:
             return None
@@ -344,7 +324,7 @@ class Search:
             return None
 
         if is_successor:
-            say(f"lockstep: {term.host} ({term.address}) has taken over: joining it")
+            print_line(f"lockstep: {term.host} ({term.address}) has taken over: joining it")
         else:
             self._reconnects.append(time.monotonic())
 
@@ -390,7 +370,7 @@ class Search:
     def _job_has_ended(self) -> JobEnd:
         """End this launcher, because there has been no term file for a while."""
         text = f"the job has ended, and this node did not learn how: see {self._job.run_dir / EVENTS}"
-        say(f"lockstep: {text}. To resume, if it has not finished: {self._job.resume_command}")
+        print_line(f"lockstep: {text}. To resume, if it has not finished: {self._job.resume_command}")
 
         # If the job is to be started again, this node must be there. A job that has finished has nothing left to do.
         return JobEnd(ExitCode.RESTART, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))
@@ -400,5 +380,5 @@ class Search:
         text = f"{problem}; the ranks here were killed"
 
         everywhere = "" if shares_log() else ", on every node"
-        say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
+        print_line(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
         return JobEnd(code, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))

@@ -1,4 +1,4 @@
-"""Why a rank has ended: from its failure record or, if it left none, from its exit code, log and the kernel's counters.
+"""Finds out why a rank has ended: from its record or, without one, from its exit code, log and the kernel's counters.
 
 The agent of its node examines every rank that has ended, and sends the result to the coordinator.
 """
@@ -76,12 +76,13 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     record = rank_record.read(rank.folder, rank.number)
     failure = record.failure if record else None
 
-    # These codes mean an end as planned, or as asked for, only if the rank has said so. On a full disk the record may
-    # be empty, which says no more than that: a new checkpoint then shows whether the rank has saved.
+    # With these codes a rank ends as planned, or as it was asked to. Any library may exit with them, so they count only
+    # if the rank has recorded such an end.
     if code in CLEAN and failure is None:
         if record is not None and record.code == code:
             return record
 
+        # A full disk leaves an empty record: then the rank has ended so, and whether it has saved is not known here.
         if record is None and rank_record.exists(rank.folder, rank.number):
             return RankExit.as_asked("nothing") if code else RankExit(code)
 

@@ -51,7 +51,7 @@ def rank_environment(
 
 
 def _store_file(folder: Path, user: Mapping[str, str]) -> dict[str, str]:
-    """Return where ranks of one machine meet: in a file, in a folder that only this user can read."""
+    """Return where ranks of one node meet: in a file, in a folder that only this user can read."""
     check_locks(folder)
 
     # Gloo listens where no other machine can connect.
@@ -77,7 +77,7 @@ def check_locks(folder: Path) -> None:
 def _store_server(
     rendezvous: Rendezvous, folder: Path, user: Mapping[str, str], secret: Secret | None
 ) -> dict[str, str]:
-    """Return where ranks of several machines meet: at the coordinator's server, for which they get a key."""
+    """Return where ranks of several nodes meet: at the coordinator's server, for which they get a key."""
     # The key is in a file, not in a variable, because programs may record their environment.
     assert secret is not None
     key_file = attempt_folder.store_key(folder)
@@ -97,7 +97,7 @@ def _interfaces(coordinator: str, user: Mapping[str, str]) -> dict[str, str]:
     """
     interface = interface_towards(coordinator)
 
-    # What the user has set stays, in the environment or in a file of NCCL.
+    # Settings of the user stay, whether they are in the environment or in a file of NCCL.
     chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
     given = {*user, *([NCCL_INTERFACE] if nccl_file_names_interface(user) else [])}
 

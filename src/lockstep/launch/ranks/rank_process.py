@@ -1,4 +1,4 @@
-"""What a rank runs after it was forked: call the job's function, record how that has ended, and exit.
+"""The main function of a rank after the fork: it calls the job's function, records how that has ended, and exits.
 
 The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
 dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
@@ -42,7 +42,7 @@ from lockstep.launch.wire.sockets import wait_readable
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
 
-# How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
+# How often rank 0 of a job on several nodes checks whether its coordinator has been superseded.
 TERM_LOOK_S = 1.0
 
 # How long a rank that was superseded tries to say so: a terminal stopped with Ctrl-S takes nothing.
@@ -99,7 +99,7 @@ def _keep_sockets_in(folder: Path) -> None:
 def _die_when_abandoned(lifeline: int) -> None:
     """Kill this rank when its launcher ends, or when another node has taken over the job. Runs in a thread."""
     # The pipe carries no data: it becomes readable when the launcher ends, whatever killed it. But the launcher may be
-    # suspended, or cut off from the other nodes, so rank 0 on several machines checks whether another node took over.
+    # suspended, or cut off from the other nodes, so rank 0 on several nodes checks whether another node took over.
     term_file = TermFile(Path(os.environ[TERM_FILE])) if TERM_FILE in os.environ else None
 
     while True:

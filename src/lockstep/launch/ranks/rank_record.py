@@ -1,4 +1,4 @@
-"""What a rank leaves behind about its own end.
+"""The records that a rank leaves about its own end.
 
     rank-3.json     how rank 3 ends, in its attempt's folder: a `RankExit`, with its failure if it has failed
     error-3         the exception of rank 3 itself, in the folder of the process that called `lockstep.fit`
@@ -60,7 +60,7 @@ def _failure_of(error: BaseException, rank: int) -> Failure:
         time=when,
         kind=type(error).__name__,
         # A hook of the user adds its name as a note.
-        message="\n".join([str(error), *getattr(error, "__notes__", ())]),
+        message="\n".join([lost_peer.text_of(error), *getattr(error, "__notes__", ())]),
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
         cause=error.cause if isinstance(error, UserError) else "",

@@ -51,7 +51,7 @@ Work = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class RankChange:
-    """What the zygote reports about a rank: its start, or its end, which has an exit code."""
+    """A report of the zygote about a rank: its start, or its end, which has an exit code."""
 
     rank: int
     pid: int | None  # None if the system refused its process: then it has ended before it started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -14,48 +15,98 @@ from typing import Any
 
 from lockstep.launch.ranks.post_mortem import signal_name
 from lockstep.launch.ranks.zygote import LENGTH_BYTES, RankChange, close_all
+from lockstep.launch.times import ZYGOTE_END_S, ZYGOTE_SEND_S
 from lockstep.launch.wire.sockets import LineReader
 
-# How long the zygote's imports may take, from a slow shared disk, and how long it may take to answer requests.
+# How long the zygote's imports may take, from a slow shared disk, and how long it may take to answer a request.
 READY_S = 600.0
 ANSWER_S = 15.0
 
+# The pause between two tries to start the process, if the system refuses it.
+START_RETRY_S = 0.5
+
 
 class ZygoteClient:
-    """A zygote process, as its launcher sees it."""
+    """A zygote process, as its launcher sees it.
 
-    def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
+    The system may refuse the process: there are too many, or there is too little memory. `poll` then tries again for
+    `patience` seconds, while requests wait. Without patience the error is raised at once.
+    """
+
+    def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str], patience: float = 0.0):
         self.env = dict(env)
         self.alive = True
+        self._arguments = [entry, *preload]
+
+        # The process, and the socket to it with the lines that arrive there; None until the system has allowed it.
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._lines: LineReader | None = None
+
+        # Why the last try to start it failed, when the next one is due, and when there is none any more.
+        self.refusal: OSError | None = None
+        self._try_again_at = math.inf
+        self._patience = patience
+        self._give_up_at = time.monotonic() + patience
 
         # Whether its imports are done. Until then requests wait here, with their file descriptors.
         self.ready = False
         self._imports_too_long = False
         self._unsent: list[tuple[bytes, list[int]]] = []
 
-        # The number of requests without an answer, and the time of the first of them. A zygote that does not answer in
-        # time is killed.
+        # How many requests were sent and have no answer, and since when the zygote could have answered the next one:
+        # since that was sent, since its imports are done, or since its last answer. If that is too long, it is killed.
         self._unanswered = 0
         self._since = time.monotonic()
 
-        # The timeout is for writing a request, because a suspended zygote reads nothing.
-        self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(3.0)
+        self._start()
+        if self.refusal is not None and not patience:
+            raise self.refusal
+
+    def _start(self) -> None:
+        """Try to start the process."""
+        python = [sys.executable, "-P", "-m", "lockstep.launch.ranks.zygote"]
+        try:
+            ours, theirs = socket.socketpair()
+            try:
+                self._process = subprocess.Popen(
+                    # -P: a file in the working folder must not replace a standard module of the same name.
+                    [*python, str(theirs.fileno()), *self._arguments],
+                    env=self.env,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # so that Ctrl-C at the terminal reaches only the launcher
+                )
+            except OSError:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+
+        except OSError as error:
+            self.refusal = error
+            self._try_again_at = time.monotonic() + START_RETRY_S
+            return
+
+        self.refusal = None
+        self._try_again_at = math.inf
+        self._since = time.monotonic()
+
+        self._socket = ours
         self._lines = LineReader(self._socket)
 
-        with theirs:
-            self._process = subprocess.Popen(
-                # -P: a file in the working folder must not replace a standard module of the same name.
-                [sys.executable, "-P", "-m", "lockstep.launch.ranks.zygote", str(theirs.fileno()), entry, *preload],
-                env=self.env,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C at the terminal reaches only the launcher
-            )
+    @property
+    def pid(self) -> int | None:
+        """The zygote's process; None if it was never started."""
+        return self._process.pid if self._process is not None else None
 
-        self.pid = self._process.pid
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """What to wait for: reports of the zygote, if it is there."""
+        return [self._socket] if self.alive and self._socket is not None else []
 
     def fileno(self) -> int:
+        assert self._socket is not None, "whoever has patience waits for `sockets`"
         return self._socket.fileno()
 
     # ---- requests ----
@@ -67,24 +118,33 @@ class ZygoteClient:
         (`lockstep verify`).
         """
         request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
-
-        self._unsent.append((request.encode(), [os.dup(lifeline)]))
-
-        # The limit for an answer begins with the first request that has none.
-        if not self._unanswered:
+        if not self._awaits_answer:
             self._since = time.monotonic()
 
-        self._unanswered += 1
+        self._unsent.append((request.encode(), [os.dup(lifeline)]))
         self._send()
 
+    @property
+    def _awaits_answer(self) -> bool:
+        """Whether there are requests that the zygote has not answered yet, sent or not."""
+        return bool(self._unsent) or self._unanswered > 0
+
     def _send(self) -> None:
-        """Send the requests that wait, if the zygote can take them."""
+        """Send the requests that wait, if the zygote can take them. A suspended one reads nothing."""
         while self.ready and self.alive and self._unsent:
+            assert self._socket is not None
             request, fds = self._unsent.pop(0)
+            self._unanswered += 1
             # The length comes first, together with the lifeline: a descriptor needs at least one byte of data.
+            data = len(request).to_bytes(LENGTH_BYTES) + request
+            give_up_at = time.monotonic() + ZYGOTE_SEND_S
             try:
-                socket.send_fds(self._socket, [len(request).to_bytes(LENGTH_BYTES)], fds)
-                self._socket.sendall(request)
+                self._socket.settimeout(ZYGOTE_SEND_S)
+                sent = socket.send_fds(self._socket, [data], fds)
+
+                # Both parts together may take that long. 0 would mean a socket that does not wait at all.
+                self._socket.settimeout(max(give_up_at - time.monotonic(), 0.001))
+                self._socket.sendall(data[sent:])
             except OSError:
                 self.alive = False
             finally:
@@ -95,22 +155,27 @@ class ZygoteClient:
         for _, fds in self._unsent:
             close_all(fds)
 
-        self._unanswered -= len(self._unsent)
         self._unsent.clear()
 
     # ---- reports ----
 
     def poll(self) -> list[RankChange]:
         """Return the ranks that have started or ended since the last call."""
+        if self._process is None:
+            self._try_again()
+
         # A zygote that is halted, or stalls in an import, answers no request.
         timeout = ANSWER_S if self.ready else READY_S
-        if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
+        if self.alive and self._awaits_answer and time.monotonic() - self._since > timeout:
             self._imports_too_long = not self.ready
             self.kill_zygote()
 
+        if not self.alive or self._lines is None:
+            return []
+
         # If nothing more will arrive, the process has ended.
-        lines = self._lines.read() if self.alive else []
-        self.alive = self.alive and not self._lines.ended
+        lines = self._lines.read()
+        self.alive = not self._lines.ended
 
         # Its first line only says that the imports are done; requests can be sent from now on.
         if not self.ready and lines:
@@ -120,27 +185,43 @@ class ZygoteClient:
             self._send()
 
         changes = [RankChange(**json.loads(line)) for line in lines]
-        self._unanswered -= sum(change.answers_request for change in changes)
+        answers = sum(change.answers_request for change in changes)
+        if answers:
+            self._unanswered -= answers
+            self._since = time.monotonic()
 
         return changes
+
+    def _try_again(self) -> None:
+        """Try again to start the process, if that is due, or give up."""
+        now = time.monotonic()
+        if now >= self._give_up_at:
+            self.alive = False
+        elif now >= self._try_again_at:
+            self._start()
 
     # ---- its end ----
 
     def kill_zygote(self) -> None:
         """Kill the zygote, and with it the ranks that it forked: the kernel kills them (`die_with_parent`)."""
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
+
         self.alive = False
 
     def close(self) -> None:
         """End the zygote, which kills the ranks that it forked."""
         self.alive = False
         self.drop_unsent()
+        if self._process is None or self._socket is None or self._lines is None:
+            return
+
         self._socket.close()
 
         # While it imports, it does not notice that the socket is closed. If it has closed its own end, it is about to
         # end by itself, and its exit code says why.
         try:
-            self._process.wait(timeout=2.0 if self.ready or self._lines.ended else 0.0)
+            self._process.wait(timeout=ZYGOTE_END_S if self.ready or self._lines.ended else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -153,7 +234,7 @@ class ZygoteClient:
 
         A zygote that a signal killed while it imported, like the OOM killer's, says nothing about its imports.
         """
-        if self.ready:
+        if self.ready or self._process is None:
             return False
 
         return self._imports_too_long or self._exit_code >= 0
@@ -161,6 +242,9 @@ class ZygoteClient:
     @property
     def how_it_ended(self) -> str:
         """How it ended, as a verb phrase."""
+        if self.refusal is not None:
+            return f"could not be started within {self._patience:.0f} s: {self.refusal.strerror or self.refusal}"
+
         if self.ready:
             return "died"
 
@@ -175,5 +259,6 @@ class ZygoteClient:
     @property
     def _exit_code(self) -> int:
         """The exit code after `close`; a negative one is a signal."""
-        assert self._process.returncode is not None, "the zygote is closed first"
-        return self._process.returncode
+        code = self._process.returncode if self._process is not None else None
+        assert code is not None, "the zygote is closed first"
+        return code

@@ -1,1 +1,1 @@
-"""What processes of a job say to each other over sockets, and which connections are accepted."""
+"""The messages between processes of a job, their sockets, and the check of connections."""

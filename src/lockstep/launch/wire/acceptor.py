@@ -1,4 +1,4 @@
-"""Accepts the connections of a job on several machines, once their handshake shows that they belong to it.
+"""Accepts the connections of a job on several nodes, once their handshake shows that they belong to it.
 
 Both sides of a handshake prove that they know the job's secret (`lockstep.runtime.rendezvous.handshake`). Before that,
 the peer is unknown: it gets a random challenge, or an answer that proves nothing, and no text that it sends is shown.
@@ -77,7 +77,7 @@ class Handshake:
         self.since = now
 
         self.challenge = new_challenge()
-        # What has arrived of the answer.
+        # The part of the answer that has arrived.
         self._answer = b""
 
         connection.setblocking(False)

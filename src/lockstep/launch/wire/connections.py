@@ -207,7 +207,7 @@ class Hub:
         """Send a message. A node that cannot be reached is reported by a later poll."""
         line = encode(message)  # once, for all nodes
 
-        # What a socket does not take now is sent when it can be written.
+        # Bytes that the socket does not take now are sent when it can be written.
         for number in numbers:
             if number in self._connections:
                 self._connections[number].send_line(line)

@@ -10,13 +10,12 @@ import json
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from lockstep.files import typed_json
 from lockstep.launch.election import Term
-from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import COORDINATOR, Bounds, Settings
+from lockstep.launch.job import COORDINATOR, Bounds, LauncherSettings
 from lockstep.launch.restarts import Restarts
 from lockstep.runtime.preemption import PREEMPT_SIGNALS
 
@@ -71,7 +70,7 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class RankExited(AttemptMessage):
-    """A rank of the node has ended. `age`: how many seconds ago it failed, because clocks of two machines differ."""
+    """A rank of the node has ended. `age`: how many seconds ago it failed, because clocks of two nodes differ."""
 
     rank: int
     exit: RankExit
@@ -85,7 +84,7 @@ class RankExited(AttemptMessage):
         if self.exit.failure is None and not self.exit.clean:
             return f"rank {self.rank} failed without a failure"
 
-        if self.exit.failure is not None and self.exit.save is not None:
+        if self.exit.failure is not None and self.exit.save_outcome is not None:
             return f"rank {self.rank} failed, and exited as it was asked to"
 
         if not math.isfinite(self.age):
@@ -106,14 +105,21 @@ class RanksGone(AttemptMessage):
     """No rank of this attempt is alive on the node any more."""
 
 
+# The failures of a node that its agent notices.
+NODE_FAILURES = (LauncherFailure.ZYGOTE, LauncherFailure.IMPORT, LauncherFailure.SETUP)
+
+
 @dataclass(frozen=True)
 class NodeFailed(Message):
-    """The node cannot start its ranks, or has lost those that ran. `what` is a `LauncherFailure`."""
+    """The node cannot start its ranks, or has lost those that ran."""
 
     attempt: int | None  # None if no ranks were started before
-    what: Literal["zygote", "import", "setup"]
+    what: LauncherFailure
     why: str
     for_user: bool = False  # whether `why` says what to do
+
+    def why_invalid(self) -> str | None:
+        return None if self.what in NODE_FAILURES else f"{self.what} is no failure that a node reports"
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class Stacks(AttemptMessage):
         return self.stack_of.keys() | self.collectives_of.keys()
 
     def why_invalid(self) -> str | None:
-        # What is in an entry depends on the version of torch: `Watchdog` uses only the stacks if it cannot read it.
+        # The contents of an entry depend on the version of torch: if `Watchdog` cannot read them, it uses the stacks.
         entries = [entry for shared in self.collectives for entry in shared.entries]
         valid = all(isinstance(entry, dict) for entry in entries)
         return None if valid else "its collectives are not entries of a flight recorder"
@@ -211,7 +217,7 @@ class NodeHeartbeat(Message):
 
     def why_invalid(self) -> str | None:
         try:
-            Settings(**self.settings)
+            LauncherSettings(**self.settings)
         except (TypeError, ValueError) as error:
             return f"its settings are not valid: {error}"
 
@@ -284,7 +290,7 @@ class Prepare(Message):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of an attempt meet. Ranks on one machine do not need a store server."""
+    """Where the ranks of an attempt meet. Ranks on one node do not need a store server."""
 
     address: str
     port: int  # for MASTER_PORT: free when the attempt began
@@ -342,10 +348,10 @@ class JobEnd(Message):
 
 # ---- which way they go ----
 
-# What the agent of a node reports. Apart from these a node sends only its `Hello`.
+# The reports of a node's agent. Apart from these a node sends only its `Hello`.
 ToCoordinator = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat
 
-# What the agent of a node carries out, and all that a node receives.
+# The orders that a node's agent carries out, and all messages that a node receives.
 Order = Start | Prepare | SaveAndExit | CollectStacks | Kill
 ToNode = Welcome | Refused | CoordinatorState | Announce | JobEnd | Order
 

@@ -1,4 +1,4 @@
-"""The server of the ranks' store, in the coordinating launcher of several machines. `GuardedStore` is the client.
+"""The server of the ranks' store, in the coordinating launcher of several nodes. `GuardedStore` is the client.
 
 A client must prove to the `Acceptor` that it knows the key of this attempt, which nodes derive from the job's secret.
 Torch's TCPStore has no such check: any process that reaches its port can list, change and delete the keys.
@@ -37,7 +37,7 @@ def store_secret(secret: Secret, nonce: str) -> Secret:
 
 
 @dataclass
-class Waiting:
+class PendingGet:
     """A request that is answered when the store has all `keys`, or at its deadline."""
 
     keys: list[str]
@@ -45,13 +45,13 @@ class Waiting:
     with_values: bool
 
 
-class Client:
+class StoreClient:
     """The connection of one rank."""
 
     def __init__(self, connection: socket.socket, signer: LineSigner):
         self.connection = connection
         self.address = connection.getpeername()[0]
-        self.waiting: Waiting | None = None
+        self.waiting: PendingGet | None = None
 
         # A rank sends one request after the other, each in a line that it signs.
         self._signer = signer
@@ -90,12 +90,12 @@ class StoreServer:
         allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
 
         self._values: dict[str, bytes] = {}
-        self._clients: dict[int, Client] = {}  # by file descriptor
+        self._clients: dict[int, StoreClient] = {}  # by file descriptor
         self._ready = ReadySockets()
 
         # The clients that wait, by the first key that is missing, and those whose wait may be over in this turn.
-        self._waiting: dict[str, set[Client]] = {}
-        self._to_check: dict[Client, None] = {}
+        self._waiting: dict[str, set[StoreClient]] = {}
+        self._to_check: dict[StoreClient, None] = {}
         self._next_look = 0.0
 
     def sockets(self, now: float) -> list[Any]:
@@ -107,7 +107,7 @@ class StoreServer:
         # New connections have proven that they know the key.
         for connection, signer in self._acceptor.poll(now):
             try:
-                self._clients[connection.fileno()] = Client(connection, signer)
+                self._clients[connection.fileno()] = StoreClient(connection, signer)
                 self._ready.add(connection)
             except OSError:
                 connection.close()  # the rank was killed just after its handshake
@@ -139,12 +139,12 @@ class StoreServer:
             except OSError:
                 self._drop(client)
 
-    def _serve(self, client: Client, request: dict[str, Any], now: float) -> None:
+    def _serve(self, client: StoreClient, request: dict[str, Any], now: float) -> None:
         """Answer a request now, or begin to wait for its keys."""
         what = request["what"]
         if what in ("wait", "get"):
             # Answered at the end of this poll, at the earliest.
-            client.waiting = Waiting(request["keys"], now + request["seconds"], with_values=what == "get")
+            client.waiting = PendingGet(request["keys"], now + request["seconds"], with_values=what == "get")
             self._to_check[client] = None
         else:
             try:
@@ -196,7 +196,7 @@ class StoreServer:
             case _:
                 raise ValueError(f"{what!r} is not a request")
 
-    def _end_wait(self, client: Client, now: float) -> None:
+    def _end_wait(self, client: StoreClient, now: float) -> None:
         """Answer a client that waits, if its keys are there or its time is up."""
         waiting = client.waiting
         if waiting is None:
@@ -218,7 +218,7 @@ class StoreServer:
         else:
             self._waiting.setdefault(missing, set()).add(client)
 
-    def _drop(self, client: Client) -> None:
+    def _drop(self, client: StoreClient) -> None:
         """Close the connection of a rank."""
         # A client may be dropped twice in a turn: it was checked although its request was not valid.
         if self._clients.pop(client.fileno(), None) is not None:

@@ -7,6 +7,7 @@ import pytest
 from lockstep.config.sections import HangConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions.recovery import (
+    AttemptFacts,
     Continue,
     Drop,
     End,
@@ -17,7 +18,8 @@ from lockstep.launch.decisions.recovery import (
     decide,
 )
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.job import Settings
+from lockstep.launch.job import LauncherSettings
+from lockstep.launch.wire.messages import JobEnd
 
 KILLED = Failure(1, "host-0", 1000.0, "SIGKILL", "killed", origin="signal")
 RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column")
@@ -29,17 +31,17 @@ REFUSED = replace(RAISED, for_user=True)
 HANG = Failure.by_launcher(LauncherFailure.HANG, "no rank has advanced", 1, "host-0")
 DEADLOCK = replace(HANG, kind=LauncherFailure.DEADLOCK)
 
-SAVED = Situation(settings=Settings(), newest=10, progress=True)
-UNSAVED = Situation(settings=Settings())
-STOP = Settings(hang=HangConfig(action="stop"))
+SAVED = Situation(settings=LauncherSettings(), newest_step=10, attempt=AttemptFacts(has_saved=True))
+UNSAVED = Situation(settings=LauncherSettings())
+STOP = LauncherSettings(hang=HangConfig(action="stop"))
 RECURS = "no checkpoint has been saved since the last start, so the same error would most likely recur"
 FINISHED = "another rank has ended with code 0, so the same would most likely recur"
-OVERDUE = Failure.by_launcher(LauncherFailure.OVERDUE, "2 ranks did not exit in time", 0, "host-0")
+GRACE_EXCEEDED = Failure.by_launcher(LauncherFailure.GRACE_EXCEEDED, "2 ranks did not exit in time", 0, "host-0")
 LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", host="host-1", node=1)
 NO_SETUP = replace(LOST, kind=LauncherFailure.SETUP)
 SAVE_FAILED = "the save failed, and there is no checkpoint"
 TOO_FEW = "1 node left, and 2 needed"
-FAILED = End(ExitCode.FAILED, "it would end the same way", NO_IMPORT)
+FAILED = End(JobEnd(ExitCode.FAILED, NO_IMPORT), "it would end the same way")
 ASKED = {"preempt_signal": "SIGTERM"}
 
 
@@ -51,34 +53,54 @@ ASKED = {"preempt_signal": "SIGTERM"}
         (PEER_LOST, UNSAVED, Restart()),
         (HANG, UNSAVED, Restart()),
         (DEADLOCK, SAVED, Restart()),
-        (DEADLOCK, UNSAVED, End(ExitCode.FAILED, RECURS, DEADLOCK)),
-        (HANG, replace(SAVED, settings=STOP), End(ExitCode.FAILED, "hang.action is stop", HANG)),
-        (DEADLOCK, replace(SAVED, settings=STOP), End(ExitCode.FAILED, "hang.action is stop", DEADLOCK)),
-        (HANG, replace(SAVED, any_finished=True), End(ExitCode.FAILED, FINISHED, HANG)),
-        (KILLED, replace(SAVED, any_finished=True), Restart()),
-        (NO_IMPORT, replace(SAVED, **ASKED), End(ExitCode.FAILED, "it would end the same way", NO_IMPORT)),
-        (REFUSED, SAVED, End(ExitCode.REFUSED, "the same program would run into the same error", REFUSED)),
+        (DEADLOCK, UNSAVED, End(JobEnd(ExitCode.FAILED, DEADLOCK), RECURS)),
+        (HANG, replace(SAVED, settings=STOP), End(JobEnd(ExitCode.FAILED, HANG), "hang.action is stop")),
+        (
+            DEADLOCK,
+            replace(SAVED, settings=STOP),
+            End(JobEnd(ExitCode.FAILED, DEADLOCK), "hang.action is stop"),
+        ),
+        (
+            HANG,
+            replace(SAVED, attempt=AttemptFacts(has_saved=True, any_finished=True)),
+            End(JobEnd(ExitCode.FAILED, HANG), FINISHED),
+        ),
+        (KILLED, replace(SAVED, attempt=AttemptFacts(has_saved=True, any_finished=True)), Restart()),
+        (
+            NO_IMPORT,
+            replace(SAVED, **ASKED),
+            End(JobEnd(ExitCode.FAILED, NO_IMPORT), "it would end the same way"),
+        ),
+        (
+            REFUSED,
+            SAVED,
+            End(JobEnd(ExitCode.REFUSED, REFUSED), "the same program would run into the same error"),
+        ),
         (KILLED, replace(SAVED, **ASKED), EndPreempted()),
         (
             KILLED,
             replace(UNSAVED, **ASKED),
-            End(ExitCode.FAILED, "the job was asked to save and exit (SIGTERM)", KILLED),
+            End(JobEnd(ExitCode.FAILED, KILLED), "the job was asked to save and exit (SIGTERM)"),
         ),
-        (KILLED, replace(UNSAVED, **ASKED, save="nothing"), EndPreempted()),
-        (None, replace(UNSAVED, **ASKED, save="failed"), End(ExitCode.FAILED, SAVE_FAILED)),
-        (None, replace(SAVED, **ASKED, save="failed"), EndPreempted()),
-        (OVERDUE, UNSAVED, Continue()),
-        (OVERDUE, replace(SAVED, **ASKED), EndPreempted()),
+        (KILLED, replace(UNSAVED, **ASKED, attempt=AttemptFacts(save_outcome="nothing")), EndPreempted()),
+        (
+            None,
+            replace(UNSAVED, **ASKED, attempt=AttemptFacts(save_outcome="failed")),
+            End(JobEnd(ExitCode.FAILED), SAVE_FAILED),
+        ),
+        (None, replace(SAVED, **ASKED, attempt=AttemptFacts(has_saved=True, save_outcome="failed")), EndPreempted()),
+        (GRACE_EXCEEDED, UNSAVED, Continue()),
+        (GRACE_EXCEEDED, replace(SAVED, **ASKED), EndPreempted()),
         (LOST, replace(SAVED, node_is_member=True), Drop()),
-        (LOST, replace(SAVED, cannot_start=TOO_FEW), End(ExitCode.RESTART, TOO_FEW, LOST)),
+        (LOST, replace(SAVED, cannot_start=TOO_FEW), End(JobEnd(ExitCode.RESTART, LOST), TOO_FEW)),
         (LOST, SAVED, Restart()),
         (NO_IMPORT, replace(SAVED, node_is_member=True, can_spare_node=True), Drop(dismiss=True)),
         (NO_SETUP, replace(SAVED, node_is_member=True, can_spare_node=True), Drop(dismiss=True)),
-        (NO_SETUP, replace(UNSAVED, node_is_member=True), End(ExitCode.FAILED, RECURS, NO_SETUP)),
+        (NO_SETUP, replace(UNSAVED, node_is_member=True), End(JobEnd(ExitCode.FAILED, NO_SETUP), RECURS)),
         (None, UNSAVED, Continue()),
         (None, replace(UNSAVED, **ASKED), EndPreempted()),
         (None, replace(SAVED, **ASKED, decided_end=FAILED), FAILED),
-        (None, replace(SAVED, **ASKED, typed_twice=True), End(ExitCode.RESTART, "Ctrl-C was typed twice")),
+        (None, replace(SAVED, **ASKED, typed_twice=True), End(JobEnd(ExitCode.RESTART), "Ctrl-C was typed twice")),
     ],
 )
 def test_the_rules(failure, situation, decision):
@@ -91,7 +113,7 @@ def test_a_restart_is_refused_once_the_hour_has_had_its_restarts():
         assert decide(KILLED, SAVED) == Restart()
 
     reason = "10 restarts within the last hour, which is the limit"
-    assert decide(KILLED, replace(SAVED, recent_restarts=10)) == End(ExitCode.FAILED, reason, KILLED)
+    assert decide(KILLED, replace(SAVED, recent_restarts=10)) == End(JobEnd(ExitCode.FAILED, KILLED), reason)
 
 
 def test_a_restart_is_refused_after_too_many_without_a_new_checkpoint():
@@ -99,7 +121,7 @@ def test_a_restart_is_refused_after_too_many_without_a_new_checkpoint():
     assert decide(HANG, replace(UNSAVED, restarts_in_a_row=4, recent_restarts=4)) == Restart()
 
     reason = "5 restarts in a row without a new checkpoint, which is the limit (restart.max_in_a_row)"
-    assert decide(HANG, replace(UNSAVED, restarts_in_a_row=5)) == End(ExitCode.FAILED, reason, HANG)
+    assert decide(HANG, replace(UNSAVED, restarts_in_a_row=5)) == End(JobEnd(ExitCode.FAILED, HANG), reason)
 
 
 def test_a_resize_whose_first_attempt_raises_is_undone():

@@ -11,7 +11,8 @@ from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
 from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome, received
-from lockstep.launch.nodes.search import CoordinatorRole, Membership, Search
+from lockstep.launch.nodes.roles import CoordinatorRole, Membership
+from lockstep.launch.nodes.search import Search
 from lockstep.launch.wire.connections import Garbled
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Kill, NodeHeartbeat, Welcome
 

@@ -11,7 +11,8 @@ from lockstep.launch import election
 from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import search as module
-from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search
+from lockstep.launch.nodes.roles import Membership
+from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Search
 from lockstep.launch.times import HOUR_S, LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.handshake import Secret
@@ -75,7 +76,7 @@ def test_a_moment_without_a_record_is_not_the_end_of_a_job(search, last, clock, 
     monkeypatch.setattr(search, "_reach", lambda *addresses: connection)
 
     def take_over():
-        if clock.now - began > GONE_S / 2 and not election.newest(tmp_path):
+        if clock.now - began > GONE_S / 2 and not election.newest_term(tmp_path):
             election.begin_term(tmp_path, None, "host-a", ADDRESS)
             election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
 
@@ -86,34 +87,34 @@ def test_a_moment_without_a_record_is_not_the_end_of_a_job(search, last, clock, 
 def test_a_folder_that_cannot_be_read_is_not_the_end_of_a_job(search, last, clock, tmp_path, monkeypatch):
     """Nor is it a reason to take over when it can be read again: the counter could not be seen to grow."""
     term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
-    began, newest, connection = clock.now, election.newest, object()
+    began, newest_term, connection = clock.now, election.newest_term, object()
 
     def sometimes(run):
         if 1 < clock.now - began < 60:
             raise OSError(5, "Input/output error")
-        return newest(run)
+        return newest_term(run)
 
     def meanwhile():
         if clock.now - began > 62:
             term.renew()
             search._reach = lambda *addresses: connection
 
-    monkeypatch.setattr(election, "newest", sometimes)
+    monkeypatch.setattr(election, "newest_term", sometimes)
     clock.meanwhile = meanwhile
     assert search.after_loss(last, "no answer") is connection
     assert "Input/output error" in search._last_problem
 
 
 def test_no_job_begins_in_a_folder_that_cannot_be_read(search, last, clock, tmp_path, monkeypatch):
-    began, newest = clock.now, election.newest
+    began, newest_term = clock.now, election.newest_term
     listener = SimpleNamespace(close=lambda: None, getsockname=lambda: ("127.0.0.1", 29400), family=2)
 
     def unreadable(run):
         if clock.now - began < 5:
             raise OSError(5, "Input/output error")
-        return newest(run)
+        return newest_term(run)
 
-    monkeypatch.setattr(election, "newest", unreadable)
+    monkeypatch.setattr(election, "newest_term", unreadable)
     monkeypatch.setattr(search, "_claim_first", lambda: listener)
     role = search.find_coordinator()
     with role.resources:
@@ -176,7 +177,7 @@ def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last
     monkeypatch.setattr(search, "_reach", lambda *addresses: clock.sleep(LOST_AFTER_S + 4))
     ending = search.after_loss(last, "no answer")
     assert isinstance(ending, JobEnd)
-    assert election.newest(tmp_path).number == 1
+    assert election.newest_term(tmp_path).number == 1
     said = capfd.readouterr().err
     assert "no coordinating node could be reached within 5 minutes" in said
     assert "is gone" not in said

@@ -25,6 +25,18 @@ def test_records_survive_the_round_trip(recorded):
     assert typed_json.parse(Failure, json.loads(json.dumps(asdict(found)))) == found
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise AttributeError("only set by another constructor")
+
+
+def test_an_exception_that_cannot_be_printed_is_recorded(recorded):
+    """Its own error took its place, and kept the run from being closed."""
+    found = recorded(1, Mute())
+    assert (found.kind, found.message) == ("Mute", "(its text is not known: __str__ raised AttributeError)")
+    assert "raise error" in found.traceback
+
+
 @pytest.mark.parametrize("wrong", [{}, {"rank": "1"}, {"extra": 1}, {"time": None}, {"for_user": 1}])
 def test_what_is_no_record_is_refused(wrong):
     good = asdict(Failure(1, "h", 0.0, "k", "m"))
@@ -70,7 +82,7 @@ def ended_by_handler_of_preemption(handle) -> RankExit:
 def test_an_error_after_a_preemption_is_a_failure():
     """It was taken for the end that was asked for, and its traceback was shown nowhere."""
     ended = ended_by_handler_of_preemption(lambda preempted: undefined)  # noqa: F821
-    assert (ended.code, ended.save, ended.failure.kind) == (1, None, "NameError")
+    assert (ended.code, ended.save_outcome, ended.failure.kind) == (1, None, "NameError")
     assert "undefined" in ended.failure.traceback
 
     cleaned_up = ended_by_handler_of_preemption(lambda preempted: sys.exit(preempted.code))

@@ -1,8 +1,10 @@
 """The process that forks ranks, with a function of the standard library in place of the training."""
 
+import errno
 import fcntl
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -169,3 +171,96 @@ def test_a_rank_whose_error_cannot_be_printed_does_not_become_a_second_zygote():
     """It returned into the loop of the zygote, whose end kills all other ranks."""
     result = subprocess.run([sys.executable, "-c", CLOSED_TERMINAL], capture_output=True, text=True, check=False)
     assert result.stdout == "1\n"
+
+
+# ---- a zygote that the system refuses, or that is slow ----
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """The system refuses processes as long as the list that this returns is not empty."""
+    refuses, start = ["for now"], subprocess.Popen
+
+    def popen(*arguments, **options):
+        if refuses:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(zygote_client.subprocess, "Popen", popen)
+    monkeypatch.setattr(zygote_client, "START_RETRY_S", 0.01)
+    return refuses
+
+
+def test_a_zygote_that_the_system_refuses_is_tried_again_and_requests_wait(refused, tmp_path):
+    client = ZygoteClient("json:dumps", (), os.environ, patience=60.0)
+    lifeline, end = os.pipe()
+    client.fork(0, client.env | {"RANK": "0", zygote.ATTEMPT_FOLDER: str(tmp_path)}, {}, tmp_path / "log", lifeline)
+    assert client.poll() == []
+    assert (client.alive, client.pid, client.sockets) == (True, None, [])
+
+    refused.clear()
+    changes: list[RankChange] = []
+    until = time.monotonic() + 60
+    while not any(change.is_end for change in changes) and time.monotonic() < until:
+        changes += client.poll()
+        time.sleep(0.01)
+    client.close()
+    os.close(lifeline)
+    os.close(end)
+    assert [change.code for change in changes] == [None, 0]
+
+
+def test_a_zygote_that_the_system_refuses_for_long_has_ended(refused):
+    client = ZygoteClient("json:dumps", (), {}, patience=0.05)
+    time.sleep(0.1)
+    assert client.poll() == []
+    client.close()
+    assert (client.alive, client.cannot_import) == (False, False)
+    assert client.how_it_ended == "could not be started within 0 s: Resource temporarily unavailable"
+
+
+def test_without_patience_the_refusal_is_raised(refused):
+    with pytest.raises(BlockingIOError):
+        ZygoteClient("json:dumps", (), {})
+
+
+def test_a_zygote_that_answers_slowly_is_not_killed_for_it(refuses, monkeypatch):
+    """Only the time without any answer counts, not that since the first of many requests."""
+    monkeypatch.setattr(zygote_client, "ANSWER_S", 1.0)
+    (Path(refuses["PYTHONPATH"].split(":")[0]) / "slow_forks.py").write_text(SLOW)
+    refuses["preload"] = ("slow_forks",)
+    changes, _ = forked(5, **refuses)
+    assert len(changes) == 10
+
+
+# A module whose import makes each fork take a while.
+SLOW = """
+import os, time
+fork = os.fork
+
+def slowly():
+    time.sleep(0.4)
+    return fork()
+
+os.fork = slowly
+"""
+
+
+def test_a_suspended_zygote_that_takes_no_requests_is_given_up_in_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(zygote_client, "ZYGOTE_SEND_S", 0.1)
+    client = ZygoteClient("json:dumps", (), os.environ)
+    until = time.monotonic() + 60
+    while not client.ready and time.monotonic() < until:
+        client.poll()
+        time.sleep(0.01)
+    os.kill(client.pid, signal.SIGSTOP)
+    lifeline, end = os.pipe()
+    began = time.monotonic()
+    while client.alive and time.monotonic() < began + 60:
+        client.fork(0, {"RANK": "0", zygote.ATTEMPT_FOLDER: str(tmp_path)}, {"long": "x" * 100_000}, None, lifeline)
+    assert time.monotonic() - began < 10
+    assert not client.alive
+    client.kill_zygote()
+    client.close()
+    os.close(lifeline)
+    os.close(end)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launch.election import Term
-from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
 from lockstep.launch.restarts import Restarts
@@ -43,7 +43,7 @@ MESSAGES = [
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit.as_asked("saved", 7)),
     RankExited(0, 1, RankExit(1, FAILURE)),
-    NodeFailed(0, "setup", "no space left"),
+    NodeFailed(0, LauncherFailure.SETUP, "no space left"),
     JobEnd(75),
     Stacks.of(3, 1, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, Rendezvous("127.0.0.1", 5000, 5001, "a1")),
@@ -72,9 +72,9 @@ def test_messages_survive_the_round_trip(message):
         b'{"kind": "RanksGone", "attempt": true}',
         b'{"kind": "RanksGone", "attempt": 1.5}',
         b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
-        b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 75, "save": "perhaps"}}',
+        b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 75, "save_outcome": "perhaps"}}',
         b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
-        b'{"kind": "NodeFailed", "attempt": 0, "what": "exit", "why": ""}',
+        b'{"kind": "NodeFailed", "attempt": 0, "what": "bored", "why": ""}',
         b'{"kind": "Message"}',
         b'{"kind": "AttemptMessage", "attempt": 0}',
         b'{"kind": ["Announce"], "text": "x"}',
