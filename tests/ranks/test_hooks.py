@@ -38,7 +38,7 @@ MANY_BUCKETS = {"ddp.bucket_mb": 1e-4}
 
 def test_the_table_of_hooks_is_that_of_the_settings() -> None:
     names = get_args(DDPConfig.model_fields["hook"].annotation)
-    assert {*hook_table.HOOKS, "none"} == set(names) == set(HOOKS)
+    assert {*hook_table.COMM_HOOKS, "none"} == set(names) == set(HOOKS)
 
 
 # ---- gradients as given ---------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
             with Sent() as sent:
                 reduced = driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
             assert reduced is not None
-            sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters if p.grad is not None]
+            sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters.values() if p.grad is not None]
             found["sums"].append(sums)
             found["words"].append(driver.codec.unpack(reduced.packed_word.tolist()))
             found["sent"].append(sent.sizes)
@@ -472,7 +472,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         progress = Progress(1.0, ControlWord(weight=1))
         driver.before_forward(MicroBatch(None, 0, 1), progress)
         driver.backward(Loss(driver.model(torch.ones(2, 30)).sum(), 1), progress)
-        for parameter in [*driver.parameters, driver._word_parameter]:
+        for parameter in [*driver.parameters.values(), driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)
         runtime.collectives.final_barrier()

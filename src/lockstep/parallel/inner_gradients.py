@@ -70,7 +70,7 @@ LossFn = Callable[[Any, Any], Loss]
 
 
 class InnerGradients:
-    """Calls `before` before each gradient that the user's code computes: in a loss (`around`), or in a `with` block.
+    """Calls `before` before each gradient that the user's code computes inside a `with` block.
 
     A class, because a generator takes several times as long, and a custom loop enters a block for every micro-batch.
     """
@@ -81,20 +81,11 @@ class InnerGradients:
         self._before = before
         engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)
 
-        # The same as a `with` block that is in no other, for the driver, which calls both for every micro-batch. These
-        # are functions of C: Python's would take several times as long.
+        # A driver calls these in place of a `with` block, for every micro-batch. They are functions of C, and take a
+        # fraction of the time; a block between them must not be inside another.
         self.intercept = partial(setattr, _autograd, "_engine_run_backward", engine)
         self.release = partial(setattr, _autograd, "_engine_run_backward", TORCH_ENGINE)
-        self._replaced: list[Callable[..., Any]] = []  # what each block, from the outermost to the innermost, replaced
-
-    def around(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss function in such a block."""
-
-        def intercepted(model: Any, data: Any) -> Loss:
-            with self:
-                return loss_fn(model, data)
-
-        return intercepted
+        self._replaced: list[Callable[..., Any]] = []  # the engines that open blocks have replaced, the outermost first
 
     def _note(self, inner: InnerGradient) -> None:
         assert self._before is not None
@@ -113,7 +104,7 @@ LET_THROUGH = InnerGradients(None)
 
 
 def _intercepting_engine(before: Callback) -> Callable[..., Any]:
-    """Return what takes the place of torch's engine, and calls `before` before each gradient that is computed."""
+    """Return a replacement for torch's engine that calls `before` first."""
 
     def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
         # Activation checkpointing computes further gradients inside this call. They are part of it.

@@ -14,14 +14,14 @@ batch whose shape the compiled code does not take, such as a short last one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.call_chain import CallChain, Link
+from lockstep.parallel.calls.chain import CallChain, Link
 from lockstep.parallel.compiled.batch_sizes import Arguments, SeenShapes, shapes_of
 from lockstep.parallel.compiled.compilation import LOW_PRECISION_TOLERANCE, TOLERANCE, Compilation
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
@@ -33,7 +33,7 @@ from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.context import EventLogger
@@ -51,12 +51,19 @@ class Compiler(StepPart):
     in_micro_batch = False  # from `before_forward` to `after_backward`
 
     def __init__(
-        self, driver: Driver, config: RunConfig, log_event: EventLogger, only_if_it_pays: bool, low_precision: bool
+        self,
+        driver: MicroBatchDriver,
+        config: RunConfig,
+        log_event: EventLogger,
+        only_if_it_pays: bool,
+        low_precision: bool,
+        cudnn_pause: CudnnPause | None = None,
     ):
         """Install the compiler on the model's call.
 
         only_if_it_pays: compile only if it pays; otherwise the first batch is compiled at once
         low_precision: something is computed in 16 bits or in TF32, see `compilation.py`
+        cudnn_pause: pauses cuDNN until it is known whether sizes vary, which the compiler finds out; None: nothing does
         """
         self.driver = driver
         self.config = config
@@ -77,13 +84,13 @@ class Compiler(StepPart):
         self._candidates = Candidates()
         self._length = RunLength()
 
-        # Another part of the steps, until it is known that sizes do not vary.
-        self.cudnn_pause = CudnnPause(needed=only_if_it_pays)
+        self._cudnn_pause = cudnn_pause
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
     @property
-    def facts(self) -> dict[str, str]:
+    def banner(self) -> str:
+        """A line that says what will be compiled, and when."""
         what = "the loss with the model, or as much of it as can be"
         if self.only_if_it_pays:
             what += " if it pays: the first steps are timed, and the decision is logged"
@@ -92,7 +99,7 @@ class Compiler(StepPart):
             reason = "a repeatable run must not depend on the time" if self.config.deterministic else "float8 needs it"
             what += f", in the first step: {reason}"
 
-        return {"compile": what}
+        return what
 
     # ---- the calls of a step ----
 
@@ -127,7 +134,7 @@ class Compiler(StepPart):
             if code is None:
                 return self.known.count_operations_once(function(module, *args))
 
-            # Asked in any case, because it counts: if too few batches fit, the run compiles again.
+            # Call this even if unused: it counts misses.
             fitting = self._fits(code, args)
 
             # The model or its blocks are compiled. Inside them torch's guards choose between compiled and eager code.
@@ -244,7 +251,8 @@ class Compiler(StepPart):
     def _decide(self) -> None:
         """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
         self.shapes.agree(self.driver.runtime.collectives)
-        self.cudnn_pause.needed = bool(self.shapes.varying) or self.shapes.irregular
+        if self._cudnn_pause:
+            self._cudnn_pause.needed = bool(self.shapes.varying) or self.shapes.irregular
 
         # torch cannot go through a compiled graph twice.
         if self.driver.runtime.collectives.any(self.driver.inner_gradients.keeps_graphs):
@@ -408,6 +416,11 @@ class Compiler(StepPart):
         self._remove_code()
         self.state = "eager"
         CallChain.of(self.driver.model).remove("compile")
+
+
+def compiler_among(parts: Iterable[StepPart]) -> Compiler | None:
+    """Return the compiler of a run, if it has one."""
+    return next((part for part in parts if isinstance(part, Compiler)), None)
 
 
 class ModelCall(Link):

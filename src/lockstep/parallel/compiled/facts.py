@@ -28,7 +28,7 @@ from lockstep.parallel.compiled.kernel_times import saving_s
 from lockstep.parallel.compiled.payoff import SPEEDUPS, Facts, Payoff, preferred
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL, compiles_itself
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.runtime.autograd_graph import autograd_nodes
 from lockstep.runtime.context import Runtime
 from lockstep.task import Loss
@@ -72,7 +72,7 @@ class StepTimer:
 class CompileFacts:
     """Gathers the facts for the rule: from the model, this run, and earlier runs on this machine."""
 
-    def __init__(self, driver: Driver, config: RunConfig):
+    def __init__(self, driver: MicroBatchDriver, config: RunConfig):
         self._model = driver.model
         self._runtime = driver.runtime
         self._named_blocks = config.blocks

@@ -10,7 +10,7 @@ import torch
 import torch.fx.experimental._config as symbolic_shapes
 from torch import nn
 
-from lockstep.parallel.call_chain import CallChain
+from lockstep.parallel.calls.chain import CallChain
 from lockstep.parallel.compiled.side_effects import Function, checked_backend
 
 # What may be compiled: the loss together with the model, the model alone, or each of its repeated blocks.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.call_arguments import unflatten
-from lockstep.parallel.call_state import Pattern, TrialCall
+from lockstep.parallel.calls.arguments import unflatten
+from lockstep.parallel.calls.state import Pattern, TrialCall
 from lockstep.parallel.cudagraph.device import CudaDevice, Work
 
 

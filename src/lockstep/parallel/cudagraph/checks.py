@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.call_arguments import OpaqueValue
-from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
+from lockstep.parallel.calls.arguments import OpaqueValue
+from lockstep.parallel.calls.state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.device import CudaDevice
 

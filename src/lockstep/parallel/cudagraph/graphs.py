@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.call_state import StateSnapshot, TrialCall
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten
+from lockstep.parallel.calls.chain import CallChain, Link
+from lockstep.parallel.calls.state import StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
@@ -38,7 +38,7 @@ MEMORY_SHARE = 0.15  # further ones are made while all of them together take at 
 MAX_VARIANTS = 256  # with or without a capture
 MAX_MOVES = 2  # how often tensors may move, or submodules be replaced, before a variant is no longer captured
 MAX_PATTERNS = 6  # patterns of outputs with gradients per variant, each with its own backward
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class GraphedCall(Link):
@@ -76,7 +76,7 @@ class GraphedCall(Link):
         # capture, since a submodule may have been replaced.
         self._modules = list(self.model.modules())
         self._attributes = ModelAttributes(self._modules)
-        self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
+        self._hooks = [getattr(module, name) for module in self._modules for name in MODULE_HOOK_ATTRIBUTES]
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_state import PLAIN_TYPES, Pattern, own_attributes
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten
+from lockstep.parallel.calls.state import PLAIN_TYPES, Pattern, own_attributes
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.device import CudaDevice
 

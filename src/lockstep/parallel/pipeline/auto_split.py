@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
-from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.call_state import StateSnapshot, leaves_reached
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten, unflatten
+from lockstep.parallel.calls.chain import CallChain, Link
+from lockstep.parallel.calls.state import StateSnapshot, leaves_reached
 from lockstep.parallel.driver import Autocast
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage, balance, placeholder, too_few_splits
 

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.fsdp.driver import configure_sharding, describe_blocks
+from lockstep.parallel.fsdp.driver import configure_sharding, describe_blocks, reduction_policy
 from lockstep.parallel.mesh import Axes
+from lockstep.precision import Precision
 
 WHAT_TO_WRITE = (
     "give the task `def stages(self, model): return [Front(model), *model.blocks, Back(model)]`: modules that are "
@@ -200,7 +201,12 @@ def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def shard_stages(
-    stages: Sequence[Stage], model: nn.Module, held: Collection[str], config: RunConfig, axes: Axes
+    stages: Sequence[Stage],
+    model: nn.Module,
+    held: Collection[str],
+    config: RunConfig,
+    precision: Precision,
+    axes: Axes,
 ) -> dict[str, str]:
     """Shard this rank's `stages` block by block, then their other tensors. `held`: the names of this rank's tensors.
 
@@ -209,7 +215,10 @@ def shard_stages(
     """
     owned = {p for name, p in model.named_parameters() if name in held}
     shard = partial(
-        fully_shard, mesh=axes.device_mesh["dp"], reshard_after_forward=not config.strategy_record.keeps_gathered
+        fully_shard,
+        mesh=axes.device_mesh["dp"],
+        reshard_after_forward=config.strategy_record.reshard_after_forward,
+        mp_policy=reduction_policy(precision),
     )
     counts = [0, 0]  # all blocks, and the blocks without shared parameters
 

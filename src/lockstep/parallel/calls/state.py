@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten, unflatten
 from lockstep.runtime.autograd_graph import autograd_nodes
 
 # Attributes that torch itself sets on every module.
@@ -154,7 +154,7 @@ class TrialCall:
 
     def __init__(
         self,
-        call: Callable[..., Any],  # usually the `inner` call of a link (call_chain.py)
+        call: Callable[..., Any],  # usually the `inner` call of a link (chain.py)
         parameters: list[nn.Parameter],  # the model's trainable parameters
         tensors: Sequence[Tensor],  # tensors and spec: the flattened (args, kwargs)
         spec: Hashable,
