@@ -24,8 +24,8 @@ class StepPart:
 
     slot: ClassVar[str]  # one of PART_ORDER
 
-    # Whether the part can do without `before_backward` and `after_backward`. A pipeline has many micro-batches in flight
-    # and calls neither.
+    # Whether the part can do without `before_backward` and `after_backward`. A pipeline calls neither: it has many
+    # micro-batches in flight.
     runs_in_pipeline: ClassVar[bool] = False
 
     # ---- called by the Run ----

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,30 +19,23 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import running_statistics
-from lockstep.parallel.driver import Autocast, Driver, DriverSetup, Reduced, no_gradient, trainable
+from lockstep.parallel.driver import Autocast, Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
-from lockstep.parallel.gradients import (
-    broadcast_unsharded_gradients,
-    fill_missing,
-    full_norms,
-    redistribute_gradient,
-    sum_gradients,
-    sum_with_word,
-)
+from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients, LossFn
+from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
 from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
-from lockstep.parallel.pipeline.stages import keep_only, shard_stages, stages_by_tensor
+from lockstep.parallel.pipeline.stage_gradients import StageGradients, ranks_at
+from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepParts
 from lockstep.parallel.tensor.driver import apply_plan, explain_dtensor_errors
 from lockstep.parallel.tensor.plans import choose_plan
-from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
-from lockstep.runtime.shards import full_tensor, squared_norms
-from lockstep.runtime.world import World
+from lockstep.runtime.shards import full_tensor
 from lockstep.task import Loss, StepBatches
 
 
@@ -54,87 +46,45 @@ class PipelineDriver(Driver):
         """Split `model`, which is a full model on the CPU. A trace of its forward reads two of the samples."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
         assert axes is not None
-        self._mesh = axes.mesh
         self._runtime = runtime
-        ranks = self._mesh.sizes["pp"]
-        pp_rank = self._mesh.coordinate("pp")
-        self._sharded = config.strategy_record.shards_parameters and self._mesh.sizes["dp"] > 1
-        _check(config, self._sharded, runtime, setup.compiled)
-
         self._dp_group = setup.dp_group
         self._tp_group = axes.along("tp")
 
-        # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
-        tp_size = self._mesh.sizes["tp"]
-        plan = choose_plan(model, setup.task, tp_size, runtime.world.size // tp_size) if tp_size > 1 else {}
+        sharded = config.strategy_record.shards_parameters and axes.mesh.sizes["dp"] > 1
+        _check(config, sharded, runtime, setup.compiled)
+        split = _split_model(model, setup, axes, sharded)
 
-        count = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
-        stages, used = make_stages(model, setup.task, config, setup.data, count, setup.precision)
-
-        by_tensor = stages_by_tensor(model, used)
-
-        _check_norms(model, by_tensor)
-        _broadcast_one_by_one(model, runtime)
-
-        # From here on, the tensors of other stages are placeholders without memory.
-        local_stages = stages[pp_rank::ranks]
-        pp_ranks, held, materialized = _place_tensors(model, by_tensor, local_stages, ranks, pp_rank)
-        keep_only(model, materialized, runtime.device)
-
-        # In the same order as in apply.py: tensor parallelism, compile, FSDP.
-        if plan:
-            local_plan = {layer: style for layer, style in plan.items() if _holds(model, layer, held)}
-            apply_plan(model, local_plan, axes, runtime)
-            for stage in local_stages:
-                explain_dtensor_errors(stage)
-
-        if setup.compiled:
-            for stage in local_stages:
-                stage.compile()
-
-        banner = shard_stages(local_stages, model, held, config, setup.precision, axes) if self._sharded else {}
-
-        # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
-        holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
         self.model = model
-        self.role = replace(
-            setup.role,
-            replicated=False,
-            runs_whole_model=False,
-            pipeline_depth=ranks,
-            holders=holders,
-            held_elsewhere=frozenset(name for name in holders if runtime.world.rank not in holders[name]),
-            duplicates=frozenset(name for name, users in pp_ranks.items() if users and pp_rank > min(users)),
-            banner=banner,
-        )
+        self.role = _role_in(split, setup, axes.mesh)
         self.parameters = trainable(model)
         self._names = list(self.parameters)
         self._hooks = setup.hooks  # called with the gradient sums of a step
 
-        # For each parameter: whether this rank holds it, how many ranks along pp do, and which it shares with them.
-        self._held = [name in held for name in self._names]
-        self._copies = [len(pp_ranks[name]) or ranks for name in self._names]
-        self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self._names])
+        holders = [split.pp_ranks[name] for name in self._names]
+        is_held = [name in split.held for name in self._names]
+        self._gradients = StageGradients(runtime, axes, [*self.parameters.values()], is_held, holders, sharded)
 
         self.parts = StepParts(overlapping=True)
-        self._statistics = running_statistics(model, self._dp_group, materialized, setup.log_event)
+        self._statistics = running_statistics(model, self._dp_group, split.materialized, setup.log_event)
         if self._statistics.layers:
             self.parts.add(self._statistics)
 
-        check = CollectiveCheck(model, runtime, local_stages, self._dp_group) if self._sharded else None
+        check = CollectiveCheck(model, runtime, split.local_stages, self._dp_group) if sharded else None
         self._collective_check = check
         self._codec = ControlWordCodec(runtime.device, torch.float64)
         self._inner_gradients = InnerGradients(self._before_inner_gradient)
-        self._remote = RemoteTensors(model, {name: by_tensor[name] for name in holders}, materialized)
+
+        stages_of_remote = {name: split.by_tensor[name] for name in self.role.holders}
+        self._remote = RemoteTensors(model, stages_of_remote, split.materialized)
         self._pipeline = Pipeline(
             model,
-            stages,
+            split.stages,
             config.pp.schedule,
             axes.along("pp"),
             setup.precision.autocast,
             self._remote,
             self.parts,
-            shard_group=self._dp_group if self._sharded else None,
+            shard_group=self._dp_group if sharded else None,
         )
 
     def _begin_pass(self) -> None:
@@ -198,11 +148,7 @@ class PipelineDriver(Driver):
         return self._pipeline.forward(loss_fn, data)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self._tp_group.world.alone and not self._sharded:
-            return full_norms(tensors)  # a stage holds its tensors in full
-
-        squared = self._tp_group.all_reduce_(self._dp_group.all_reduce_(self._squared_terms(tensors)))
-        return list(squared.sqrt().unbind())
+        return self._gradients.norms(tensors)
 
     def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
         holders = self.role.holders.get(name)
@@ -233,32 +179,6 @@ class PipelineDriver(Driver):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # ---- set-up ----
-
-    def _tied_groups(self, pp_ranks: Sequence[tuple[int, ...]]) -> list[tuple[list[int], Collectives]]:
-        """Return the parameters that this rank shares with other stages: lists of indices, each with a process group.
-
-        `pp_ranks` holds, for each parameter, the coordinates along pp of the ranks that hold it. Collective: every rank
-        must take part in the creation of every process group.
-        """
-        tied: list[tuple[list[int], Collectives]] = []
-        for shared in dict.fromkeys(holders for holders in pp_ranks if len(holders) > 1):
-            indices = [index for index, holders in enumerate(pp_ranks) if holders == shared]
-            # A rank shares with the ranks of the other stages that have the same dp and tp coordinates.
-            counterparts = zip(*(self._ranks_at([pp_rank]) for pp_rank in shared), strict=True)
-            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in counterparts])
-
-            if isinstance(group, dist.ProcessGroup):
-                world = World(group.rank(), group.size())
-                tied.append((indices, Collectives(world, self._runtime.device, self._runtime.heartbeat, group)))
-
-        return tied
-
-    def _ranks_at(self, pp_ranks: Collection[int]) -> tuple[int, ...]:
-        """Return all ranks with these coordinates along pp."""
-        size = self._mesh.sizes["dp"] * self._mesh.sizes["tp"]
-        return tuple(pp_rank * size + offset for pp_rank in sorted(pp_ranks) for offset in range(size))
-
     # ---- after the last backward ----
 
     def _reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
@@ -268,8 +188,7 @@ class PipelineDriver(Driver):
 
         # First sum the control word, together with flags that say which parameters a rank used. On a GPU the host waits
         # for them, because they decide what is summed.
-        parameters = [*self.parameters.values()]
-        used = [held and p.grad is not None for held, p in zip(self._held, parameters, strict=True)]
+        used = self._gradients.used()
         flags = torch.tensor([*self._pipeline.step_flags(), *used, *self._remote.used()], dtype=torch.float64)
         packed, counts = sum_with_word(self._codec, control_word, flags, self._runtime.collectives)
         refused, reached, *used_anywhere = [count > 0 for count in counts.tolist()]
@@ -283,18 +202,11 @@ class PipelineDriver(Driver):
             raise no_gradient()
 
         # Then sum the gradients, and call the user's hooks with the sums.
-        self._sum_gradients(parameters, used_anywhere[: len(used)])
+        self._gradients.sum(used_anywhere[: len(used)])
         for name, hooks in self._hooks.items():
             hooks.change_sum(self.parameters[name])
 
-        # Then sum the squared norms. A parameter that several stages hold counts once.
-        squared = torch.zeros(len(parameters), dtype=torch.float64, device=self._runtime.device)
-        grads = {index: p.grad for index, p in enumerate(parameters) if self._held[index] and p.grad is not None}
-        if grads:
-            copies = torch.tensor([self._copies[index] for index in grads], device=squared.device)
-            squared[[*grads]] = self._squared_terms([*grads.values()]) / copies
-
-        return packed, self._runtime.collectives.all_reduce_(squared).sqrt()
+        return packed, self._gradients.step_norms()
 
     def _raise_refusal(self) -> NoReturn:
         """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""
@@ -302,52 +214,77 @@ class PipelineDriver(Driver):
         refusals = self._runtime.collectives.gather_json(list(local.args) if local else None)
         raise local or UserError(*next(filter(None, refusals)))
 
-    def _sum_gradients(self, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
-        """Sum gradients over replicas, and then over stages that share a weight, so that all get the same bits.
 
-        `used`: for each parameter, whether any rank used it. If none did, it keeps no gradient.
-        """
-        triples = zip(parameters, self._held, used, strict=True)
-        trained = [p for p, is_held, is_used in triples if is_held and is_used]
-        for parameter in trained:
-            redistribute_gradient(parameter)
+class _Split(NamedTuple):
+    """A model that is split into stages: where its tensors are."""
 
-        # FSDP has already summed over the replicas.
-        fill_missing(trained)
-        if not self._sharded:
-            sum_gradients(trained, self._dp_group)
-
-        for indices, group in self._tied:
-            sum_gradients([parameters[index] for index in indices if used[index]], group)
-
-        broadcast_unsharded_gradients(trained, self._tp_group)
-
-    def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
-        """Return this rank's terms of the squared norms, which are to be summed over dp and tp."""
-        ranks = self._dp_group.world.size * self._tp_group.world.size
-        return squared_norms(tensors, ranks).to(self._runtime.device)
-
-
-class _Placement(NamedTuple):
-    """The ranks along pp that hold the tensors of the model."""
-
-    pp_ranks: dict[str, set[int]]  # tensor -> the ranks whose stages use it; empty if no stage does: then all hold it
+    stages: Sequence[Stage]  # of all ranks
+    local_stages: Sequence[Stage]
+    by_tensor: Mapping[str, Sequence[int]]  # the stages that use each tensor
+    pp_ranks: Mapping[str, set[int]]  # the ranks along pp whose stages use it; empty if no stage does: then all hold it
     held: set[str]  # the tensors that this rank's stages use, or no stage
     materialized: set[str]  # these, and all buffers that its stages may write into: they have memory on this rank
+    banner: Mapping[str, str]
 
 
-def _place_tensors(
-    model: nn.Module, by_tensor: Mapping[str, Collection[int]], local_stages: Sequence[Any], ranks: int, pp_rank: int
-) -> _Placement:
-    """Return where tensors are. `by_tensor` are the stages that use each, `pp_rank` is this rank's coordinate."""
-    # Stages are dealt out to the ranks in turn.
-    pp_ranks = {name: {stage % ranks for stage in stages} for name, stages in by_tensor.items()}
+def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool) -> _Split:
+    """Split the model into stages, and leave on this rank the tensors of its own. Collective."""
+    config, runtime, sizes = setup.config, setup.runtime, axes.mesh.sizes
+
+    # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
+    plan = choose_plan(model, setup.task, sizes["tp"], runtime.world.size // sizes["tp"]) if sizes["tp"] > 1 else {}
+
+    count = sizes["pp"] * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
+    stages, used = make_stages(model, setup.task, config, setup.data, count, setup.precision)
+
+    by_tensor = stages_by_tensor(model, used)
+    _check_norms(model, by_tensor)
+    _broadcast_one_by_one(model, runtime)
+
+    # Stages are dealt out to the ranks in turn. From here on, this rank has only placeholders for
+    # the tensors of other stages.
+    pp_rank = axes.mesh.coordinate("pp")
+    local_stages = stages[pp_rank :: sizes["pp"]]
+    pp_ranks = {name: {stage % sizes["pp"] for stage in users} for name, users in by_tensor.items()}
     held = {name for name, users in pp_ranks.items() if not users or pp_rank in users}
 
     mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
     buffers = model.named_buffers(remove_duplicate=False)
     materialized = held | {name for name, buffer in buffers if id(buffer) in mutable}
-    return _Placement(pp_ranks, held, materialized)
+    keep_only(model, materialized, runtime.device)
+
+    # In the same order as in apply.py: tensor parallelism, compile, FSDP.
+    if plan:
+        local_plan = {layer: style for layer, style in plan.items() if _holds(model, layer, held)}
+        apply_plan(model, local_plan, axes, runtime)
+        for stage in local_stages:
+            explain_dtensor_errors(stage)
+
+    if setup.compiled:
+        for stage in local_stages:
+            stage.compile()
+
+    banner = shard_stages(local_stages, model, held, config, setup.precision, axes) if sharded else {}
+    return _Split(stages, local_stages, by_tensor, pp_ranks, held, materialized, banner)
+
+
+def _role_in(split: _Split, setup: DriverSetup, mesh: Mesh) -> RankRole:
+    """Return the role of this rank in a pipeline."""
+    pp_rank, ranks = mesh.coordinate("pp"), mesh.sizes["pp"]
+
+    # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
+    pp_ranks = split.pp_ranks
+    holders = {name: ranks_at(mesh, users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
+    return replace(
+        setup.role,
+        replicated=False,
+        runs_whole_model=False,
+        pipeline_depth=ranks,
+        holders=holders,
+        held_elsewhere=frozenset(name for name in holders if setup.runtime.world.rank not in holders[name]),
+        duplicates=frozenset(name for name, users in pp_ranks.items() if users and pp_rank > min(users)),
+        banner=split.banner,
+    )
 
 
 def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:
