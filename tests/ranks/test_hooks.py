@@ -235,6 +235,14 @@ def test_half_is_exact_where_the_numbers_fit(pool: Pool, hook: str) -> None:
             assert torch.equal(summed.double(), total(whole, number))
 
 
+def test_tiny_gradients_of_many_ranks_do_not_become_zero(pool: Pool) -> None:
+    """The scale of such a bucket, times 4 ranks, is more than a float32 can hold."""
+    tiny = [[torch.full(shape, 2.0**-120) for shape in SHAPES] for _ in range(4)]
+    for found in pool.run(exchange, HOOKS["fp16"], [(tiny, words(1, 1, 1, 1), 1.0)], world=4):
+        for number, summed in enumerate(found["sums"][0]):
+            assert torch.equal(summed.double(), total(tiny, number))
+
+
 @pytest.mark.parametrize("largest", [1e-40, 3e-30, 0.99, 1.0, 65504.0, 3e38])
 def test_the_scale_of_fp16_uses_its_range_and_never_overflows(largest: float) -> None:
     value = torch.tensor(largest)

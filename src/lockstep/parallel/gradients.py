@@ -45,7 +45,7 @@ def count_and_sum(parameters: Sequence[nn.Parameter], ranks: Collectives) -> Non
     if ranks.world.alone or not parameters:
         return
 
-    # The host waits for the result, because it decides what is summed.
+    # On a GPU the host waits for the result, because it decides what is summed.
     users = ranks.all_reduce_(have_gradients(parameters).to(ranks.device)).tolist()
     sum_used(parameters, users, ranks)
 

@@ -240,15 +240,11 @@ def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: Dev
         module,
         mesh=mesh,
         reshard_after_forward=config.strategy_record.reshard_after_forward,
-        mp_policy=reduction_policy(precision),
+        # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.stores_bf16 else None),
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
         ignored_params=set(scalars(module)),
     )
-
-
-def reduction_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return torch's policy for sums of gradients: those of parameters stored in bfloat16 are added in float32."""
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.stores_bf16 else None)
 
 
 def hidden_output(found: str) -> UserError:

@@ -264,7 +264,7 @@ def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool
         for stage in local_stages:
             stage.compile()
 
-    banner = shard_stages(local_stages, model, held, config, setup.precision, axes) if sharded else {}
+    banner = shard_stages(local_stages, model, held, config, axes) if sharded else {}
     return _Split(stages, local_stages, by_tensor, pp_ranks, held, materialized, banner)
 
 

@@ -17,9 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.fsdp.driver import configure_sharding, describe_blocks, reduction_policy
+from lockstep.parallel.fsdp.driver import configure_sharding, describe_blocks
 from lockstep.parallel.mesh import Axes
-from lockstep.precision import Precision
 
 WHAT_TO_WRITE = (
     "give the task `def stages(self, model): return [Front(model), *model.blocks, Back(model)]`: modules that are "
@@ -205,7 +204,6 @@ def shard_stages(
     model: nn.Module,
     held: Collection[str],
     config: RunConfig,
-    precision: Precision,
     axes: Axes,
 ) -> dict[str, str]:
     """Shard this rank's `stages` block by block, then their other tensors. `held`: the names of this rank's tensors.
@@ -218,7 +216,6 @@ def shard_stages(
         fully_shard,
         mesh=axes.device_mesh["dp"],
         reshard_after_forward=config.strategy_record.reshard_after_forward,
-        mp_policy=reduction_policy(precision),
     )
     counts = [0, 0]  # all blocks, and the blocks without shared parameters
 
