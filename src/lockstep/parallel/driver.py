@@ -101,7 +101,7 @@ class DriverSetup:
     role: RankRole = RankRole()  # what follows from the mesh and the model; a driver adds what its strategy does
     axes: Axes | None = None  # None: dp is the only axis
     log_event: EventLogger = log_nothing  # receives what is found later, while the model runs
-    task: Any = None  # which may say how the model is split
+    task: Any = None  # the user's task, which may say how the model is split
     compiled: bool = False  # whether the model will be compiled; a driver that splits it compiles the parts
     data: Callable[[], Any] | None = None  # returns samples, to run the model with
     hooks: Mapping[str, ParameterHooks] = field(default_factory=dict)  # the user's, by parameter name: the driver calls

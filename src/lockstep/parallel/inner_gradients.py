@@ -35,7 +35,7 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 # The nodes between shards and full tensors in the graph of a layer that is sharded, by the names that torch gives them.
 SHARDED_LAYER_NODES = frozenset({"_FromTorchTensorBackward", "_ToTorchTensorBackward", "RedistributeBackward"})
 
-Output = Tensor | GradientEdge  # of a graph: a gradient starts here, or is taken with respect to it
+Output = Tensor | GradientEdge  # an output or input of a graph: a gradient starts here, or is taken with respect to it
 
 
 @dataclass(frozen=True)

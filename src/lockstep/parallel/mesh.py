@@ -31,7 +31,7 @@ AXES = ("pp", "dp", "tp")
 class Mesh:
     """The sizes of the mesh and this rank's coordinates in it. Arithmetic only: it needs no process group."""
 
-    sizes: Mapping[str, int]  # by axis, for all of AXES
+    sizes: Mapping[str, int]  # the size along each of AXES
     rank: int
 
     @property

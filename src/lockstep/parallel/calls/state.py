@@ -24,7 +24,7 @@ TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # Values of these types are compared by value, all others by identity.
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype})
 
-Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether the backward passes it a gradient
+Pattern = tuple[bool, ...]  # whether the backward passes a gradient to each differentiable output of a call
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

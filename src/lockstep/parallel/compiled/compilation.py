@@ -76,7 +76,7 @@ class Compilation:
         self.dynamic = compiler.shapes.varying
 
         # The result of `run`.
-        self.target: Target | None = None  # on the model now; None: nothing worked so far
+        self.target: Target | None = None  # the target on the model now; None: nothing worked so far
         self.note = "equal to eager"
         self.gave_up = False  # some rank reached the limit
         self._dropped: set[Path] = set()  # files of torch's cache that could not be loaded

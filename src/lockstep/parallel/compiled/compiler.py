@@ -39,7 +39,7 @@ from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.context import EventLogger
 from lockstep.task import MicroBatch
 
-PATIENCE = 0.8  # of hang.first: compiling is given up before the watchdog ends the run
+PATIENCE = 0.8  # part of hang.first after which compiling is given up, before the watchdog ends the run
 MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compiles again
 MOST_COMPILES = 2  # but not more often than this
 
@@ -48,7 +48,7 @@ class Compiler(StepPart):
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
 
     slot = "compile"
-    in_micro_batch = False  # from `before_forward` to `after_backward`
+    in_micro_batch = False  # True from `before_forward` to `after_backward`
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Compiler(StepPart):
         self.known = CompileFacts(driver, config)
         self.shapes = SeenShapes()
         self._timer: StepTimer | None = StepTimer(*STEPS) if only_if_it_pays else None
-        self._kernel_timer: KernelTimer | None = None  # in the one step whose kernels are measured
+        self._kernel_timer: KernelTimer | None = None  # set in the one step whose kernels are measured
         self._candidates = Candidates()
         self._length = RunLength()
 

@@ -23,7 +23,7 @@ BLOCK_S = 0.5  # seconds to trace one more block by itself
 # Seconds for one operation, at least: a layer that is called in a loop is compiled once for each call. The models above
 # take longer for each of theirs, so that it decides for none of them, and a loop of 50 took 0.034 s on a CPU.
 OPERATION_S = 0.02
-DYNAMIC = 2.0  # with dynamic sizes it takes this many times as long
+DYNAMIC = 2.0  # compiling with dynamic sizes takes this many times as long
 
 # Steps that are not timed, and steps that are. With dynamic sizes kernels are tuned for each size, and steps differ.
 STEPS = 2, 3
@@ -77,7 +77,7 @@ class Facts:
     # The machine, and what was tried on it.
     cold: bool = False  # nothing has been compiled on this machine before
     possible: tuple[str, ...] = (LOSS, MODEL, BLOCKS)
-    records: Mapping[str, Payoff] = field(default_factory=dict)  # of earlier runs
+    records: Mapping[str, Payoff] = field(default_factory=dict)  # records of earlier runs
     spent_s: float = 0.0  # seconds that compiling has taken in this run
 
     @property
@@ -107,7 +107,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Decision:
-    targets: tuple[str, ...]  # to try in this order; none: the run stays eager
+    targets: tuple[str, ...]  # targets to try in this order; none: the run stays eager
     reason: str
     limit_s: float = 0.0  # seconds after which compiling is given up
 

@@ -19,7 +19,7 @@ MODEL = "the model"
 BLOCKS = "the blocks"
 
 BACKEND: Any = "inductor"
-MOST_VERSIONS = 8  # of one block, for classes of sizes
+MOST_VERSIONS = 8  # the most versions of one block, one for each class of sizes
 
 
 class Target:
@@ -47,7 +47,7 @@ class Target:
         self._modules: list[nn.Module] = []
 
         # One function for all blocks: torch lets them share code only if their backends are equal.
-        compile_any = torch._dynamo.lookup_backend(BACKEND)  # which is a name, or already a function
+        compile_any = torch._dynamo.lookup_backend(BACKEND)  # BACKEND is a name, or already a function
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
             check_time()

@@ -48,7 +48,7 @@ class Capture:
 
         # Conditions for a replay. GraphedCall sets and checks them.
         self.compared = False  # whether a replay was compared with an eager call
-        self.addresses: list[int] = []  # of the tensors that a replay reads in place
+        self.addresses: list[int] = []  # addresses of the tensors that a replay reads in place
         self.callables: list[Any] = []  # submodules and functions at the time of the capture
 
         # What it cost.

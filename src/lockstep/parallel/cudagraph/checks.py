@@ -20,7 +20,7 @@ from lockstep.parallel.cudagraph.device import CudaDevice
 # Relative to the norm of the tensor. Kernels without a fixed order of additions cause rounding differences; a wrong
 # replay differs by more.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-LOW_TOLERANCE = 3e-2  # for computations in 16 bits or less
+LOW_TOLERANCE = 3e-2  # the tolerance for computations in 16 bits or less
 
 
 def dry_run(

@@ -52,7 +52,7 @@ class Variant:
     First `calls` counts up to WARMUP_CALLS, then `capture` is set, then it is `ready`; or it is `refused` for good.
     """
 
-    name: str  # for the log
+    name: str  # the name of the variant in the log
     training: bool  # called with gradients; graph=true requires that such a variant is captured
     calls: int = 0
     all_calls: int = 0  # replays, too

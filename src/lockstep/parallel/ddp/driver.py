@@ -110,7 +110,7 @@ class DDPDriver(MicroBatchDriver):
             for parameter in self.parameters.values():
                 parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
 
-        self._counts_gradients = True  # in the first backward that reduces, see `_each_gradient_once`
+        self._counts_gradients = True  # until the first backward that reduces, see `_each_gradient_once`
         self.broadcasts_buffers = config.broadcast_buffers
         self.sync_buffers()
 

@@ -85,7 +85,7 @@ class FSDPDriver(ShardedDriver):
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         super().__init__(model, setup, role, OrderedShards if config.exact else None)
         self._collective_check = CollectiveCheck(model, runtime)
-        self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
+        self._graph_is_retained = False  # the loss computed a gradient itself, and the backward needs its graph again
 
         if is_meta:
             self.sync_buffers()  # each rank initialised its own

@@ -130,7 +130,7 @@ class _Filling:
 
     blocks: set[int]  # ids of modules
     shard: Callable[[nn.Module], Any]
-    digest: int = 0  # of all weights so far
+    digest: int = 0  # digest of all weights so far
     # (empty tensor, initialised tensor), by the id of the empty one, so that tied parameters stay tied. Holding the
     # empty tensor ensures that its id is not reused.
     _filled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

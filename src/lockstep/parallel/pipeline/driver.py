@@ -218,7 +218,7 @@ class PipelineDriver(Driver):
 class _Split(NamedTuple):
     """A model that is split into stages: where its tensors are."""
 
-    stages: Sequence[Stage]  # of all ranks
+    stages: Sequence[Stage]  # the stages of all ranks
     local_stages: Sequence[Stage]
     by_tensor: Mapping[str, Sequence[int]]  # the stages that use each tensor
     pp_ranks: Mapping[str, set[int]]  # the ranks along pp whose stages use it; empty if no stage does: then all hold it

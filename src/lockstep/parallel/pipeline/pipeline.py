@@ -140,7 +140,7 @@ class Pipeline:
         # reached the model's output in this step.
         self.refusal: UserError | None = None
         self.reached = False
-        self.outputs: list[Tensor] = []  # of the model, while the loss of a micro-batch is computed with gradients
+        self.outputs: list[Tensor] = []  # the model's, while a loss is computed with gradients
         self._prepared: dict[Any, _PreparedSchedule] = {}
 
         # The result of `_forward_once`, by the shapes of the model's arguments.
