@@ -54,9 +54,11 @@ class InnerGradient:
     accumulates: bool  # the call is a `backward`, which adds to `.grad`
 
     def reaches(self, leaves: Collection[int], nodes: Collection[str] = (), tensors: Sequence[Tensor] = ()) -> bool:
-        """Return whether the graph of the outputs has one of these in it.
+        """Return whether the graph of the outputs contains one of these.
 
-        leaves: ids of tensors at its ends; nodes: names of nodes; tensors: what was computed on the way, or at its ends
+        leaves: ids of tensors at which the graph ends
+        nodes: names of its nodes
+        tensors: tensors at which it ends, or that were computed on the way
         """
         ends = {*leaves, *map(id, tensors)}
         made_by = {tensor.grad_fn for tensor in tensors} - {None}
@@ -65,7 +67,7 @@ class InnerGradient:
         )
 
 
-Callback = Callable[[InnerGradient], None]  # raises if the gradient cannot be computed
+Callback = Callable[[InnerGradient], None]  # called before the gradient is computed, and raises if it cannot be
 LossFn = Callable[[Any, Any], Loss]
 
 
@@ -76,7 +78,7 @@ class InnerGradients:
     """
 
     def __init__(self, before: Callback | None):
-        """`before`: None in place of a callback lets all gradients through, inside a block of another object."""
+        """`before` may raise. If it is None, all gradients are let through, even inside a block of another object."""
         self.keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
         self._before = before
         engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)

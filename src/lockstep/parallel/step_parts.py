@@ -40,7 +40,7 @@ class StepPart:
         """End a step after its update. All ranks come here together."""
 
     def after_maintenance(self) -> None:
-        """Do what comes after the log line, the evaluation and the save of a step. All ranks come here together."""
+        """End a step after its log line, its evaluation and its save. All ranks come here together."""
 
     def close(self) -> None:
         """Release resources and restore the model. Called when the run ends or fails."""
@@ -48,7 +48,7 @@ class StepPart:
     # ---- called by the driver ----
 
     def begin_pass(self) -> None:
-        """Begin to go over the micro-batches of a step. The last pass may have been abandoned anywhere."""
+        """Begin a pass over the micro-batches of a step. The last pass may have been abandoned anywhere."""
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         """Prepare for a micro-batch, whose data have arrived."""
@@ -78,12 +78,12 @@ class StepParts(list[StepPart]):
         self._overlapping = overlapping
 
     def add(self, part: StepPart) -> None:
-        """Let `part` take part in the steps from now on, in its slot of the fixed order."""
+        """Add a part to the steps from now on, in its slot of the fixed order."""
         assert part.runs_in_pipeline or not self._overlapping, f"{part} in a pipeline: see `runs_in_pipeline`"
         self.append(part)
         self.sort(key=lambda part: PART_ORDER.index(part.slot))
 
     def close(self) -> None:
-        """End all parts: the run has ended or failed."""
+        """Close all parts: the run has ended or failed."""
         for part in self:
             part.close()

@@ -73,8 +73,7 @@ class RunningStatistics(StepPart):
     # ---- in a step ----
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
-        # In a single process the buffers are right by themselves, unless padding must be undone. With `_micro` set,
-        # the padding before this one must still be undone.
+        # A single process only has to undo padding: this micro-batch, or the one before it, if `_micro` is still set.
         if self.dp_group.world.alone and not micro.padding and self._micro is None:
             return
 
@@ -119,11 +118,11 @@ class RunningStatistics(StepPart):
         updates_before = buffers.updates  # (L,)
         buffers.read()
 
-        # A layer may run several times in a micro-batch, or not at all.
+        # How often each layer ran in the micro-batch (L,): not at all, once, or several times.
         runs = buffers.updates - updates_before
         ran = runs > 0
 
-        # Alone there are no sums, only padding to undo.
+        # A single process keeps no sums.
         if not self.dp_group.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
@@ -134,11 +133,11 @@ class RunningStatistics(StepPart):
             buffers.read()
             return
 
-        # Other ranks ran the micro-batches between this rank's last one and this one.
+        # The micro-batches between this rank's last one and this one ran on other ranks, and made the sums so far fade.
         self._fade(torch.where(ran, micro.index - self._position - 1, 0))
         self._position = torch.where(ran, micro.index, self._position)
 
-        # With momentum=None the running value is the mean over all updates, so the sum over updates is value x updates.
+        # With momentum=None a running value is the mean over all updates. So value x updates is a sum, without a decay.
         layer_of = buffers.layer_of
         decay = buffers.decay**runs
         is_mean = buffers.cumulative[layer_of]

@@ -72,7 +72,7 @@ class Compiler(StepPart):
         self.tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
 
         self.state: Literal["time", "try", "compiled", "eager"] = "time" if only_if_it_pays else "try"
-        self._functions: list[Function] = []  # those around the model, see `around`
+        self._functions: list[Function] = []  # functions that call the model, see `around`
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
 
@@ -105,21 +105,21 @@ class Compiler(StepPart):
 
     @property
     def function(self) -> Function | None:
-        """The loss around the model, from which it and a batch compute something; None if there are several."""
+        """The function that calls the model, such as a task's loss; None if there is none, or more than one."""
         return self._functions[0] if len(self._functions) == 1 else None
 
     def around(self, function: Function) -> Function:
-        """Return what to call in place of `function(model, *args)`, such as a task's loss.
+        """Return a function to call in place of `function(model, *args)`, such as a task's loss.
 
-        If that pays, it is compiled together with the model. Otherwise the model inside it may be, as it is inside each
-        of several functions.
+        If there is one such function, and it pays, the function and the model are compiled together. With several of
+        them, or if that fails, the model alone may be compiled.
         """
         if function not in self._functions:
             self._check_first_step(function)
             self._functions.append(function)
 
         def call(module: Any, *args: Any) -> Any:
-            # The model's own call does the rest: what it runs does not depend on which function calls it.
+            # With several functions only the model is compiled, which its own call sees to (`call_model`).
             if len(self._functions) > 1 or not self.is_training():
                 return function(module, *args)
 
@@ -137,11 +137,11 @@ class Compiler(StepPart):
             # Call this even if unused: it counts misses.
             fitting = self._fits(code, args)
 
-            # The model or its blocks are compiled. Inside them torch's guards choose between compiled and eager code.
+            # If the model or its blocks are compiled, torch's guards in them choose between compiled and eager code.
             if code.target.function is None:
                 return code.run(lambda: function(module, *args))
 
-            # A compiled loss is a second function beside the eager one, so the choice is made here.
+            # If the loss is compiled, the eager one still exists beside it, and the choice is made here.
             if not fitting:
                 return function(module, *args)
 
@@ -160,16 +160,16 @@ class Compiler(StepPart):
             )
 
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
-        # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
+        """Call the model itself in a training step. `link`: the compiler's link in the model's call chain."""
+        # If a function calls the model (`around`), the sizes of the function's arguments are noted, not the model's.
         if self.state in ("time", "try") and self.function is None:
             self.shapes.note(shapes_of((args, kwargs)))
 
         if self.state == "time":
             self.shapes.keep_example(args, kwargs)
         elif self.state == "try" and self._next_target() != LOSS:
-            # Compiled and eager code are compared on this call of the model, without the user's loss, which may have
-            # side effects.
+            # Compare compiled and eager code on this call of the model, without the user's loss, which may have side
+            # effects.
             targets = [target for target in self._candidates.left or () if target != LOSS]
             self._try(targets, lambda *args, **kwargs: link.inner(*args, **kwargs), (args, kwargs))
 
@@ -177,7 +177,7 @@ class Compiler(StepPart):
             returned = link.inner(*args, **kwargs)
             return returned if self.function else self.known.count_operations_once(returned)
 
-        # Only to count it: torch's guards choose between compiled and eager code.
+        # Call this for its count only: torch's guards choose between compiled and eager code.
         if self.function is None:
             self._fits(self.code, (args, kwargs))
 

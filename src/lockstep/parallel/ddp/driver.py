@@ -61,9 +61,9 @@ class _WithControlWord(nn.Module):
 class DDPDriver(MicroBatchDriver):
     """Replicas of the model. torch's DDP reduces their gradients in buckets while the backward runs.
 
-    The task calls its own model, which is not wrapped. In its forward DDP only prepares for the backward that follows,
-    so it gets the loss instead, right before the last backward of a step. Which part of the model was called, and how
-    often, makes no difference to it.
+    The task calls its own model, which is not wrapped. All that DDP does in its own forward is to prepare for the
+    backward that follows. So it gets the loss instead of a batch, right before the last backward of a step, and it does
+    not matter which part of the model the loss has called, or how often.
     """
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
@@ -80,11 +80,13 @@ class DDPDriver(MicroBatchDriver):
         self._frozen = _frozen_names(model)
         leave_out(carrier, [f"module.{name}" for name in self._frozen])
 
+        bucket_mb = config.bucket_mb
+        if bucket_mb == "auto":
+            bucket_mb = bucket_mb_for([*self.parameters.values()])
+
         self._ddp = FixedBucketsDDP(
             carrier,
-            bucket_cap_mb=bucket_mb_for([*self.parameters.values()])
-            if config.bucket_mb == "auto"
-            else config.bucket_mb,
+            bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
             # DDP would also broadcast in evaluations, in which ranks may run different numbers of forwards.

@@ -74,7 +74,7 @@ class OrderedShards(ExactReducer):
         return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
     def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Check that the gradients of the step are whole, and do what `MicroBatchDriver.reduce` does."""
+        """Do what `MicroBatchDriver.reduce` does, after checking that every tree of the step is complete."""
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(

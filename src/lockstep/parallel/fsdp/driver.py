@@ -83,8 +83,10 @@ class FSDPDriver(ShardedDriver):
         banner = describe_blocks(len(blocks), len(separate_blocks))
         role = replace(setup.role, in_turn=config.exact, banner=banner)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
-        super().__init__(model, setup, role, OrderedShards if config.exact else None)
+
+        # The constructor below puts the user's hooks around it: they are called before the ranks compare.
         self._collective_check = CollectiveCheck(model, runtime)
+        super().__init__(model, setup, role, OrderedShards if config.exact else None)
         self._graph_is_retained = False  # the loss computed a gradient itself, and the backward needs its graph again
 
         if is_meta:

@@ -144,7 +144,7 @@ class PipelineDriver(Driver):
         )
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        # Not inside `autocast()`: the pipeline enters it itself, for the stages and the loss.
+        # The pipeline itself enters autocast, for the stages and for the loss.
         return self._pipeline.forward(loss_fn, data)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -222,9 +222,9 @@ class _Split(NamedTuple):
     local_stages: Sequence[Stage]
     by_tensor: Mapping[str, Sequence[int]]  # the stages that use each tensor
     pp_ranks: Mapping[str, set[int]]  # the ranks along pp whose stages use it; empty if no stage does: then all hold it
-    held: set[str]  # the tensors that this rank's stages use, or no stage
-    materialized: set[str]  # these, and all buffers that its stages may write into: they have memory on this rank
-    banner: Mapping[str, str]
+    held: set[str]  # the tensors that this rank's stages use, and those that no stage uses
+    materialized: set[str]  # `held`, and all buffers that its stages may write into: they have memory on this rank
+    banner: Mapping[str, str]  # lines about the stages
 
 
 def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool) -> _Split:
@@ -241,13 +241,13 @@ def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool
     _check_norms(model, by_tensor)
     _broadcast_one_by_one(model, runtime)
 
-    # Stages are dealt out to the ranks in turn. From here on, this rank has only placeholders for
-    # the tensors of other stages.
+    # Stages are dealt out to the ranks in turn. A tensor that no stage uses is on all ranks.
     pp_rank = axes.mesh.coordinate("pp")
     local_stages = stages[pp_rank :: sizes["pp"]]
     pp_ranks = {name: {stage % sizes["pp"] for stage in users} for name, users in by_tensor.items()}
     held = {name for name, users in pp_ranks.items() if not users or pp_rank in users}
 
+    # Of all other tensors this rank keeps placeholders, but a stage may write into any buffer.
     mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
     buffers = model.named_buffers(remove_duplicate=False)
     materialized = held | {name for name, buffer in buffers if id(buffer) in mutable}
