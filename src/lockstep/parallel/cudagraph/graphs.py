@@ -5,9 +5,6 @@ compiled as one graph, and only while all that it reads is unchanged (compiled/i
 (shapes, modes, other arguments) goes through the same stages: a few eager calls are timed, to see whether the device
 waits for the host; then the call is tested, captured, and compared with an eager call; from then on it is replayed. If
 a variant is not replayed, the reason is logged.
-
-Two alternatives were measured: `torch.compile(mode="reduce-overhead")` needs tens of seconds to compile and does not
-trace every model; `torch.cuda.make_graphed_callables` gives wrong gradients when they are accumulated.
 """
 
 from __future__ import annotations
