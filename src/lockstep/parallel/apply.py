@@ -95,6 +95,8 @@ def parallelize(
 def _compile_or_capture(driver: MicroBatchDriver, setup: DriverSetup) -> None:
     """Let a driver compile the model, or capture its calls as CUDA graphs, and pause cuDNN attention if that helps."""
     config, runtime = setup.config, setup.runtime
+
+    # Both with and without compiled code: batches of many sizes slow cuDNN down.
     cudnn_pause = _cudnn_pause(setup)
     if cudnn_pause:
         driver.parts.add(cudnn_pause)
@@ -112,7 +114,7 @@ def _compile_or_capture(driver: MicroBatchDriver, setup: DriverSetup) -> None:
 
 def _cudnn_pause(setup: DriverSetup) -> CudnnPause | None:
     """Return the part that pauses cuDNN attention while sizes vary; None where kernels must stay as they are."""
-    # Without compiled code it counts the sizes itself.
+    # Without a compiler the part counts the sizes itself.
     if not setup.compiled:
         return CudnnPause(needed=None) if may_change_kernels(setup.config, setup.runtime) else None
 

@@ -1,7 +1,13 @@
 """The Driver: all that the engine, evaluations and checkpoints know of a strategy.
 
-`MicroBatchDriver` in micro_batches.py is the base class of most drivers; it runs one micro-batch after another. A
-pipeline, which has many of them in flight, is a Driver of its own.
+A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s.
+
+    SingleDriver        micro_batches.py      one process
+    DDPDriver           ddp/driver.py         replicas, reduced in buckets while the backward runs
+    FlatReduceDriver    ddp/driver.py         replicas, reduced after the last backward
+    FSDPDriver          fsdp/driver.py        sharded parameters, gathered for each block
+    TensorDriver        tensor/driver.py      sharded layers
+    PipelineDriver      pipeline/driver.py    stages
 """
 
 from __future__ import annotations

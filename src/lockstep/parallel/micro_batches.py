@@ -50,7 +50,15 @@ class ExactReducer(StepPart, ABC):
 class MicroBatchDriver(Driver):
     """Runs one micro-batch after another. Every rank can call the model by itself.
 
-    A custom loop calls `begin_pass`, `before_forward` and `backward` itself, and runs the forward between them.
+        begin_pass                  clears the gradients
+        for each micro-batch
+            before_forward          seeds the generators
+            the task's loss         under autocast; a custom loop runs its own forward here, and calls the rest itself
+            backward                adds to the gradients; the last one also reduces:
+                _backward           ... while it runs, or
+                reduce              ... after it
+
+    A subclass overrides `_backward` or `reduce`, or both.
     """
 
     to_sum = 1.0  # see `Reduced`

@@ -81,9 +81,12 @@ class ShardedDriver(MicroBatchDriver):
 
     def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         self._reduce_gradients()
+
+        # The user's hooks get the gathered sums.
         for name, hooks in self._hooks.items():
             hooks.change_sum(self.parameters[name])
 
+        # The norms of the shards, and the control word, in one collective.
         squared = squared_norms([p.grad for p in self.parameters.values() if p.grad is not None])
         packed, squared = sum_with_word(self.codec, control_word, squared, self.runtime.collectives)
 

@@ -100,6 +100,7 @@ class DDPDriver(MicroBatchDriver):
         else:
             self.hook = self._make_hook(group, config, setup.config.seed)
 
+        # A hook may have a state that a checkpoint must hold, such as the errors of PowerSGD.
         if self.hook:
             self._ddp.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
             for name, stateful in self.hook.stateful.items():

@@ -54,16 +54,19 @@ class PipelineDriver(Driver):
         _check(config, sharded, runtime, setup.compiled)
         split = _split_model(model, setup, axes, sharded)
 
+        # What the engine sees.
         self.model = model
         self.role = _role_in(split, setup, axes.mesh)
         self.parameters = trainable(model)
         self._names = list(self.parameters)
         self._hooks = setup.hooks  # called with the gradient sums of a step
 
+        # What sums the gradients.
         holders = [split.pp_ranks[name] for name in self._names]
         is_held = [name in split.held for name in self._names]
         self._gradients = StageGradients(runtime, axes, [*self.parameters.values()], is_held, holders, sharded)
 
+        # What takes part in the steps.
         self.parts = StepParts(overlapping=True)
         self._statistics = running_statistics(model, self._dp_group, split.materialized, setup.log_event)
         if self._statistics.layers:
@@ -74,6 +77,7 @@ class PipelineDriver(Driver):
         self._codec = ControlWordCodec(runtime.device, torch.float64)
         self._inner_gradients = InnerGradients(self._before_inner_gradient)
 
+        # What runs the micro-batches.
         stages_of_remote = {name: split.by_tensor[name] for name in self.role.holders}
         self._remote = RemoteTensors(model, stages_of_remote, split.materialized)
         self._pipeline = Pipeline(
