@@ -58,7 +58,7 @@ class Payoff:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a run when it decides."""
+    """What a run knows when it decides."""
 
     # The run.
     steps_left: int
@@ -93,7 +93,7 @@ class Facts:
 
     @property
     def most_s(self) -> float:
-        """How long something that was never measured may take to compile."""
+        """The most seconds that compiling may take if it was never measured."""
         return max(0.0, MOST_LOST * self.eager_s - self.aside_s)
 
     def saved_s(self, payoff: Payoff) -> float:
@@ -101,7 +101,7 @@ class Facts:
         return max(0.0, self.eager_s * (1 - 1 / payoff.speedup))
 
     def worth_s(self, payoff: Payoff) -> float:
-        """Return how long something may take to compile whose saving the kernels of a step have shown."""
+        """Return how long compiling may take if the kernels of a step have shown what it saves."""
         return max(0.0, min(WORTH * self.saved_s(payoff), MOST_RISKED * self.eager_s) - self.aside_s)
 
 
@@ -159,7 +159,7 @@ def decide(facts: Facts) -> Decision:
 
 
 def _why_not(facts: Facts, first: Payoff, left: str) -> str:
-    """Explain why nothing pays, by the target that would be preferred."""
+    """Explain why nothing pays: why the preferred target does not."""
     gain_s = facts.saved_s(first)
     reason = f"it would not pay: {left}, of which it would save about {gain_s:.0f} s for {first.cost_s:.0f} s"
 
@@ -172,7 +172,7 @@ def _why_not(facts: Facts, first: Payoff, left: str) -> str:
 
 
 def kernels_could_decide(facts: Facts) -> bool:
-    """Return whether the kernels of a step should be measured: nothing pays as it is, and they might change that."""
+    """Return whether to measure the kernels of a step: nothing pays by the facts so far, and they might change that."""
     if facts.saving_s is not None or decide(facts).targets:
         return False
 

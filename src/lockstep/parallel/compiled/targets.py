@@ -90,7 +90,7 @@ class Target:
             yield
 
     def remove(self) -> None:
-        """Take the compiled code off the model. A compiled function is not on it."""
+        """Take the compiled code off the model. (A compiled loss was never put on it.)"""
         for module in self._modules:
             CallChain.of(module).uncompile()
 

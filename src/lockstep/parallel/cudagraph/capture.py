@@ -101,7 +101,7 @@ class Capture:
             return _copies(self.trial.outputs)
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay a backward: one gradient (or None) per differentiable output in, one per source out."""
+        """Replay a backward. Takes a gradient, or None, for each differentiable output; returns one for each source."""
         pattern = tuple(gradient is not None for gradient in grad_outputs)
         if pattern not in self._backwards:
             # GraphedCall captures again with this pattern.

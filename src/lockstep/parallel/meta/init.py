@@ -194,7 +194,7 @@ class _Filling:
             setattr(module, key, self._filled[id(empty)][1])
 
     def _initialise(self, empty: Tensor, name: str) -> Tensor:
-        """Return an empty tensor with its values. It has the user's `name` in errors."""
+        """Return the tensor that replaces an empty one, with its values. Errors call it `name`."""
         recipe = memories.recipe(empty)
 
         # On the CPU, so that the device need not hold even one full block.

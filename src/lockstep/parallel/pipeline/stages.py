@@ -173,20 +173,20 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> None:
-    """Move the tensors whose names are in `held` to the device, and replace all others with placeholders.
+def keep_only(model: nn.Module, materialized: Collection[str], device: torch.device) -> None:
+    """Move the tensors whose names are in `materialized` to the device, and replace all others with placeholders.
 
     A placeholder has the tensor's name, shape and dtype, so that the model has the same structure on every rank. Its
     value is NaN, so that its use can be detected.
     """
     # Without duplicates: a tied parameter has several names, but is moved once.
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(device) if name in held else placeholder(parameter, device)
+        parameter.data = parameter.data.to(device) if name in materialized else placeholder(parameter, device)
 
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         module, _, buffer_name = name.rpartition(".")
         buffers = model.get_submodule(module)._buffers
-        buffers[buffer_name] = buffer.to(device) if name in held else placeholder(buffer, device)
+        buffers[buffer_name] = buffer.to(device) if name in materialized else placeholder(buffer, device)
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
