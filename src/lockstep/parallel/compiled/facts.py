@@ -85,7 +85,7 @@ class CompileFacts:
         self._operations = 0  # operations of the first training call of the loss or the model
 
     def possible(self, function: Function | None) -> tuple[str, ...]:
-        """Return the targets that can be compiled at all. `function`: the loss that calls the model, if there is one."""
+        """Return the targets that can be compiled at all. `function`: the loss that calls the model."""
         # The model says itself which of its parts to compile.
         if self._own_compile:
             return (MODEL,)
