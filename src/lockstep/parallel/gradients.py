@@ -69,7 +69,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Collectives) -> Non
     reduced = [(p, p.grad) for p in parameters if p.grad is not None]
 
     # The dtypes come in the same order on all ranks, which a set would not guarantee.
-    for dtype in dict.fromkeys(p.dtype for p, _ in reduced):
+    for dtype in dict.fromkeys([p.dtype for p, _ in reduced]):
         pairs = [(p, grad) for p, grad in reduced if p.dtype == dtype]
         shards = [grad.to_local() if isinstance(grad, DTensor) else grad for _, grad in pairs]
         flat = torch.cat([shard.flatten() for shard in shards])
@@ -77,10 +77,11 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Collectives) -> Non
         total = ranks.all_reduce_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
         sums = total.split([shard.numel() for shard in shards])
         for (parameter, grad), shard, summed in zip(pairs, shards, sums, strict=True):
-            if isinstance(grad, DTensor):
-                shard.copy_(summed.view_as(shard))
-            else:
+            # A plain gradient is replaced, which saves a copy. A DTensor keeps its placements.
+            if shard is grad:
                 parameter.grad = in_memory_order_of(parameter, summed.view_as(shard))
+            else:
+                shard.copy_(summed.view_as(shard))
 
 
 def redistribute_gradient(parameter: nn.Parameter) -> None:
