@@ -31,8 +31,9 @@ from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.apply import make_compiler
-from lockstep.parallel.driver import DriverSetup, SingleDriver
+from lockstep.parallel.driver import DriverSetup
 from lockstep.parallel.mesh import Mesh
+from lockstep.parallel.micro_batches import SingleDriver
 from lockstep.precision import PRECISIONS
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, log_nothing, start

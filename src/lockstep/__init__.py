@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.errors import ConfigError as ConfigError
     from lockstep.errors import UserError as UserError
     from lockstep.losses import linear_cross_entropy as linear_cross_entropy
-    from lockstep.parallel.call_chain import run_eagerly as run_eagerly
+    from lockstep.parallel.calls.chain import run_eagerly as run_eagerly
     from lockstep.precision import DynamicScaler as DynamicScaler
     from lockstep.task import BatchSource as BatchSource
     from lockstep.task import EvalData as EvalData
@@ -51,7 +51,7 @@ _HOMES = {
     "ConfigError": "errors",
     "UserError": "errors",
     "linear_cross_entropy": "losses",
-    "run_eagerly": "parallel.call_chain",
+    "run_eagerly": "parallel.calls.chain",
     "DynamicScaler": "precision",
     "BatchSource": "task",
     "EvalData": "task",

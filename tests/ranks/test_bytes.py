@@ -66,13 +66,13 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         def loss(model: nn.Module, batch: Any) -> Loss:
             total = model(batch[0]).square().sum()
             before_backward.append(bytes_of(run.driver.model.parameters()))
-            beside.append(bytes_of(run.driver.parameters) if before_backward[-1] > before[0] else 0)
+            beside.append(bytes_of(run.driver.parameters.values()) if before_backward[-1] > before[0] else 0)
             return Loss(total, len(batch[0]))
 
-        before = [bytes_of(run.driver.parameters)]
+        before = [bytes_of(run.driver.parameters.values())]
         for batches in run.step_batches():
             run.end_step(batches, run.stepper.step(batches, loss))
-        parameters = run.driver.parameters
+        parameters = [*run.driver.parameters.values()]
         grads = [p.grad for p in parameters if p.grad is not None]
         states: list[Tensor] = [
             value

@@ -32,7 +32,7 @@ from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
 from lockstep.parallel.compiled import compilation, facts, kernel_times, payoff, targets
 from lockstep.parallel.compiled.compilation import Deadline
-from lockstep.parallel.compiled.compiler import Compiler
+from lockstep.parallel.compiled.compiler import Compiler, compiler_among
 from lockstep.parallel.compiled.kernel_times import KernelTimer
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -452,7 +452,7 @@ def test_code_that_is_slower_is_given_up(pool: Any, tmp_path: Any) -> None:
 
 def compiler_of(run: OwnRun) -> Compiler | None:
     assert run._builder.driver
-    return next((part for part in run._builder.driver.parts if isinstance(part, Compiler)), None)
+    return compiler_among(run._builder.driver.parts)
 
 
 def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bool) -> dict[str, Any]:

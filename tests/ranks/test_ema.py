@@ -203,6 +203,18 @@ def test_every_strategy_averages_evaluates_and_saves_the_same(
     assert_close(load_file(tmp_path / "out" / "ema.safetensors"), load_file(folder / "ema.safetensors"))
 
 
+def test_stages_that_stay_gathered_are_gathered_again_after_averages_were_evaluated(
+    pool: Pool, single: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """An evaluation leaves the averages gathered. The step that follows must not compute with them."""
+    folder, (summary, _) = single
+    values = {"run_dir": str(tmp_path), "strategy": "fsdp-grads"}
+    found = pool.run(averaged, "pp x fsdp", values, world=4)
+    for file in ("ema.safetensors", "model.safetensors"):
+        assert_close(load_file(tmp_path / file), load_file(folder / file))
+    assert found[0][0]["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+
+
 def test_with_exact_the_bits_do_not_depend_on_the_ranks_nor_on_a_resume(pool: Pool, tmp_path: Path) -> None:
     values = {"exact": True, "threads": 1}
     pool.run(averaged, "fsdp", values | {"run_dir": str(tmp_path / "a")}, world=1)

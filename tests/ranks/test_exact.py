@@ -176,8 +176,8 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
     with context.start(world, resolved.config, store=store) as runtime:
         builder = open_run(resolved, runtime, "test")
         driver = builder.setup_model(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)).driver
-        assert isinstance(driver.reducer, OrderedBuckets)
-        tree = driver.reducer.tree
+        assert isinstance(driver.exact_reducer, OrderedBuckets)
+        tree = driver.exact_reducer.tree
         run = builder.setup_run(Tokens("mlp").data(), torch.utils.data.default_collate)
         batches = next(run.step_batches())
 
@@ -187,7 +187,7 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
 
         run.stepper.step(batches, loss)
         run.checkpoints.pending.close()
-        gradient = sum(p.nbytes for p in driver.parameters)
+        gradient = sum(p.nbytes for p in driver.parameters.values())
         return {"share": sum(sent) / gradient, "waiting": max(waiting), "gradient": gradient}
 
 

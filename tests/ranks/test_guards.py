@@ -138,7 +138,7 @@ def frozen_trunk(world: World, store: Any) -> dict[str, Any]:
         for batches in run.step_batches():
             run.end_step(batches, run.stepper.step(batches, task.loss))
         return {
-            "names": driver.names,
+            "names": [*driver.parameters],
             "ignored": set(driver._ddp.parameters_to_ignore),
             "trunk note": task.net.trunk.note.tolist(),
             "head note": task.net.head.note.tolist(),

@@ -38,7 +38,7 @@ MANY_BUCKETS = {"ddp.bucket_mb": 1e-4}
 
 def test_the_table_of_hooks_is_that_of_the_settings() -> None:
     names = get_args(DDPConfig.model_fields["hook"].annotation)
-    assert {*hook_table.HOOKS, "none"} == set(names) == set(HOOKS)
+    assert {*hook_table.COMM_HOOKS, "none"} == set(names) == set(HOOKS)
 
 
 # ---- gradients as given ---------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
             with Sent() as sent:
                 reduced = driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
             assert reduced is not None
-            sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters if p.grad is not None]
+            sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters.values() if p.grad is not None]
             found["sums"].append(sums)
             found["words"].append(driver.codec.unpack(reduced.packed_word.tolist()))
             found["sent"].append(sent.sizes)
@@ -233,6 +233,14 @@ def test_half_is_exact_where_the_numbers_fit(pool: Pool, hook: str) -> None:
     for found in pool.run(exchange, HOOKS[hook], [(whole, words(1, 1, 1, 1), 1.0)], world=4):
         for number, summed in enumerate(found["sums"][0]):
             assert torch.equal(summed.double(), total(whole, number))
+
+
+def test_tiny_gradients_of_many_ranks_do_not_become_zero(pool: Pool) -> None:
+    """The scale of such a bucket, times 4 ranks, is more than a float32 can hold."""
+    tiny = [[torch.full(shape, 2.0**-120) for shape in SHAPES] for _ in range(4)]
+    for found in pool.run(exchange, HOOKS["fp16"], [(tiny, words(1, 1, 1, 1), 1.0)], world=4):
+        for number, summed in enumerate(found["sums"][0]):
+            assert torch.equal(summed.double(), total(tiny, number))
 
 
 @pytest.mark.parametrize("largest", [1e-40, 3e-30, 0.99, 1.0, 65504.0, 3e38])
@@ -472,7 +480,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         progress = Progress(1.0, ControlWord(weight=1))
         driver.before_forward(MicroBatch(None, 0, 1), progress)
         driver.backward(Loss(driver.model(torch.ones(2, 30)).sum(), 1), progress)
-        for parameter in [*driver.parameters, driver._word_parameter]:
+        for parameter in [*driver.parameters.values(), driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)
         runtime.collectives.final_barrier()

@@ -131,7 +131,7 @@ def whole_weights(world: Any, store: Any, task: Task, values: dict[str, Any]) ->
         driver, trace = builder.driver, trace_of(builder)
         assert driver is not None
         states = (trace.initial, trace.steps[-1].weights)
-        return [{name: driver.fetch(name, tensor).cpu() for name, tensor in state.items()} for state in states]
+        return [{name: driver.full_tensor(name, tensor).cpu() for name, tensor in state.items()} for state in states]
 
 
 def assert_as_by_hand(pool: Pool, task: Trained, values: dict[str, Any], world: int) -> None:
@@ -276,13 +276,13 @@ def test_torch_is_left_as_it_was() -> None:
     engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
     calls: list[inner_gradients.InnerGradient] = []
 
-    def loss(model: Any, data: Any) -> Any:
+    def loss() -> None:
         x = torch.ones(2, requires_grad=True)
         x.sum().backward()
         raise RuntimeError(str(borrowed_grad(x.prod(), x)[0].tolist()))
 
-    with pytest.raises(RuntimeError, match=r"\[1.0, 1.0\]"):
-        inner_gradients.InnerGradients(calls.append).around(loss)(None, None)
+    with pytest.raises(RuntimeError, match=r"\[1.0, 1.0\]"), inner_gradients.InnerGradients(calls.append):
+        loss()
     assert torch.autograd._engine_run_backward is engine  # pyrefly: ignore[missing-attribute]
     assert [call.accumulates for call in calls] == [True, False]
     assert "x.sum().backward()" in calls[0].call_site
@@ -298,12 +298,9 @@ def test_edges_of_a_graph_are_followed_like_tensors() -> None:
     def refuse(inner: inner_gradients.InnerGradient) -> None:
         inner_gradients.refuse_backward(inner, names)
 
-    def loss(*backward: Any) -> Any:
-        return lambda *_: torch.autograd.backward(backward[0], inputs=backward[1])
-
     for outputs, inputs in ((of_total, None), (of_total, [of_weight]), (total, [of_weight])):
-        with pytest.raises(UserError, match="calls backward"):
-            inner_gradients.InnerGradients(refuse).around(loss(outputs, inputs))(None, None)
+        with pytest.raises(UserError, match="calls backward"), inner_gradients.InnerGradients(refuse):
+            torch.autograd.backward(outputs, inputs=inputs)
     assert model.weight.grad is None
     edges = inner_gradients.InnerGradient("", [of_total], [of_weight], True, True, False)
     assert inner_gradients.asked_for(edges, names) == "weight"

@@ -406,7 +406,7 @@ def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tens
         driver = builder.driver
         weights, _ = full_state(driver, keep=True)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        assert held == {id(p) for p in driver.parameters}
+        assert held == {id(p) for p in driver.parameters.values()}
         return {name: tensor.clone() for name, tensor in weights.items()}
 
 

@@ -129,7 +129,7 @@ def train_two_models(world: World, store: Any, values: dict[str, Any]) -> tuple[
 
         evaluated = own.evaluate(DATA, eval_loss)["loss"]
         whole = builder.driver.model
-        full = [builder.driver.fetch(name, p).detach().flatten() for name, p in whole.named_parameters()]
+        full = [builder.driver.full_tensor(name, p).detach().flatten() for name, p in whole.named_parameters()]
         own.close()
         return torch.cat(full).cpu(), evaluated
 
@@ -177,7 +177,7 @@ def train_gan(world: World, store: Any, plan: Plan, values: dict[str, Any]) -> T
                     step.backward(model(which, x), weight=len(x))
                 step.apply(first if which == "generator" else second)
         names = [name for name, _ in plain.named_parameters()]
-        full = [builder.driver.fetch(name, plain.get_parameter(name)).detach().flatten() for name in names]
+        full = [builder.driver.full_tensor(name, plain.get_parameter(name)).detach().flatten() for name in names]
         own.close()
         return torch.cat(full).cpu()
 
@@ -227,7 +227,7 @@ def train_language_model(world: World, store: Any, values: dict[str, Any]) -> Te
             for (tokens,) in step:
                 step.backward(token_loss(model, tokens), weight=tokens[:, 1:].numel())
             step.apply(sgd if step.index % 2 else adam)
-        full = [builder.driver.fetch(name, p).detach().flatten() for name, p in plain.named_parameters()]
+        full = [builder.driver.full_tensor(name, p).detach().flatten() for name, p in plain.named_parameters()]
         own.close()
         return torch.cat(full).cpu()
 
@@ -302,7 +302,7 @@ def train_sam(world: World, store: Any, values: dict[str, Any]) -> Tensor:
                 for p, old in zip(plain.parameters(), before, strict=True):
                     p.copy_(old)
             assert step.apply().applied
-        full = [builder.driver.fetch(name, p).detach().flatten() for name, p in plain.named_parameters()]
+        full = [builder.driver.full_tensor(name, p).detach().flatten() for name, p in plain.named_parameters()]
         own.close()
         return torch.cat(full).cpu()
 

@@ -424,6 +424,7 @@ class Calls(StepPart):
     """Notes what a pipeline calls."""
 
     slot = "log"
+    runs_in_pipeline = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []

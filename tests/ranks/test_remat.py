@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.activation_checkpointing import checkpoint_activations
 from lockstep.parallel.caches import disable_kv_cache
-from lockstep.parallel.remat import recompute_blocks
 from pool import Pool
 from ranks.support import ALL_PAIRS, configured
 from ranks.test_strategies import STRATEGIES, assert_close, final, single
@@ -55,7 +55,7 @@ def stack(remat: str, make: Callable[[], nn.Module] = Stack, **more: Any) -> Any
     torch.manual_seed(0)
     model = make()
     disable_kv_cache(model, always=False)
-    recompute_blocks(model, RunConfig(remat=remat, **more))
+    checkpoint_activations(model, RunConfig(remat=remat, **more))
     return model
 
 
@@ -157,7 +157,7 @@ def test_what_somebody_put_in_the_place_of_forward_still_runs() -> None:
     model, seen = Stack(), []
     inner = model.layers[0].forward
     model.layers[0].forward = lambda *args, **kwargs: seen.append(1) or inner(*args, **kwargs)
-    recompute_blocks(model, RunConfig(remat="full"))
+    checkpoint_activations(model, RunConfig(remat="full"))
     gradients(model)
     assert seen == [1, 1]
 

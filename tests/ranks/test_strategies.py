@@ -311,7 +311,7 @@ def told_of_blocks(world: World, store: Any, kind: type[Ragged], name: str) -> d
     with context.start(world, resolved.config, store=store) as runtime:
         builder = open_run(resolved, runtime, "test")
         loop.fit(kind(), builder)
-        return dict(builder.driver.facts)
+        return dict(builder.driver.role.banner)
 
 
 def test_blocks_that_are_gathered_with_the_rest_are_told(pool: Pool) -> None:

@@ -30,8 +30,8 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
+from lockstep.parallel.gradients import redistribute_gradient
 from lockstep.parallel.mesh import Axes, Mesh
-from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context

@@ -26,6 +26,7 @@ from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import ScheduleRate
 from lockstep.parallel.apply import parallelize
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.parallel.progress import StepContext
 from lockstep.precision import DynamicScaler, check_storage, choose_precision
 from lockstep.runtime.collectives import Collectives
@@ -129,7 +130,9 @@ class AMPTrainer:
         if not hasattr(self, "driver"):
             settings = self.config.run_config(**self.settings())
             self.precision = choose_precision(settings, self.runtime.device)
-            self.driver = parallelize(model, settings, self.runtime, self.precision)
+            driver = parallelize(model, settings, self.runtime, self.precision)
+            assert isinstance(driver, MicroBatchDriver), "an AMPConfig has no setting for a pipeline"
+            self.driver = driver
             return self.wrap_own(model)
 
         if model is self._module or model is self.model:

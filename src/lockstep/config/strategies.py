@@ -21,14 +21,14 @@ class Strategy:
     """What a strategy shards over the ranks, and which settings go with it."""
 
     name: StrategyName
-    driver: str  # what makes its driver, as MODULE:NAME: called with the model and a `DriverSetup`
+    driver: str  # the driver factory, as MODULE:NAME; called with the model and a `DriverSetup`
     replicates: tuple[str, ...]  # parts of STATE that exist more than once in the job
     uses_ddp: bool = False  # torch's DDP, or its equivalent, runs the full model: a forward waits for no other rank
     shards_parameters: bool = False  # by blocks, with fully_shard: blocks and offload have a meaning
-    keeps_gathered: bool = False  # parameters stay gathered from the forward to the end of the backward
+    reshard_after_forward: bool = True  # sharded parameters; False: they stay gathered to the end of the backward
     replica_groups: bool = False  # full copies, each sharded over a group of ranks
     axis: str | None = None  # the mesh axis that gets all ranks that no other axis takes
-    spans: tuple[str, ...] = ()  # axes of the mesh, besides dp, along which its driver runs the model
+    extra_axes: tuple[str, ...] = ()  # axes of the mesh, besides dp, along which its driver runs the model
     composes_with_mesh: bool = True  # can be combined with mesh.tp and mesh.pp
     nearest: str = ""  # the strategy to type instead, for use with mesh.tp or mesh.pp
     exact: bool = False  # sums can be made independent of the number of ranks
@@ -49,16 +49,16 @@ class Strategy:
         return self.axis == "pp"
 
     def driver_in(self, sizes: Mapping[str, int]) -> str:
-        """Return what makes the driver, as MODULE:NAME, in a mesh with these sizes of its axes."""
-        # The first axis that this strategy's driver does not span decides, with the strategy of its name.
+        """Return the driver factory, as MODULE:NAME, in a mesh with these sizes of its axes."""
+        # Where the driver cannot run the model along an axis, the strategy with the name of that axis decides.
         for axis in ("pp", "tp"):
-            if sizes[axis] > 1 and axis not in self.spans:
+            if sizes[axis] > 1 and axis not in self.extra_axes:
                 return STRATEGIES[axis].driver
 
         return self.driver
 
 
-# What makes a driver. As text, because the launcher checks settings and must not import torch; and the modules of a
+# The driver factories. As text, because the launcher checks settings and must not import torch; and the modules of a
 # pipeline are slow to import.
 DDP = "lockstep.parallel.ddp.driver:make_driver"
 FSDP = "lockstep.parallel.fsdp.driver:FSDPDriver"
@@ -80,8 +80,10 @@ STRATEGIES: dict[str, Strategy] = {
             composes_with_mesh=False,
             nearest="ddp",
         ),
-        Strategy("fsdp-grads", FSDP, (), shards_parameters=True, keeps_gathered=True, exact=True, spans=("tp",)),
-        Strategy("fsdp", FSDP, (), shards_parameters=True, exact=True, spans=("tp",)),
+        Strategy(
+            "fsdp-grads", FSDP, (), shards_parameters=True, reshard_after_forward=False, exact=True, extra_axes=("tp",)
+        ),
+        Strategy("fsdp", FSDP, (), shards_parameters=True, exact=True, extra_axes=("tp",)),
         Strategy(
             "hsdp",
             FSDP,
@@ -91,8 +93,8 @@ STRATEGIES: dict[str, Strategy] = {
             composes_with_mesh=False,
             nearest="fsdp",
         ),
-        Strategy("tp", TP, STATE, axis="tp", spans=("tp",), comparable=False),
-        Strategy("pp", PP, STATE, axis="pp", spans=("pp", "tp"), comparable=False),
+        Strategy("tp", TP, STATE, axis="tp", extra_axes=("tp",), comparable=False),
+        Strategy("pp", PP, STATE, axis="pp", extra_axes=("pp", "tp"), comparable=False),
     )
 }
 

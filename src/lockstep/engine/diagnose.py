@@ -24,7 +24,7 @@ from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.optim.capabilities import is_known
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.compiled.compiler import Compiler
+from lockstep.parallel.compiled.compiler import compiler_among
 from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.ddp.driver import gradient_in_parts
 from lockstep.parallel.driver import Driver
@@ -172,7 +172,8 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     first = [Option("graph=false", None)] if has_captures(driver.model) else []
 
     # The steps that are timed before anything is compiled need more memory than compiled ones.
-    if any(isinstance(part, Compiler) and part.state == "time" for part in driver.parts):
+    compiler = compiler_among(driver.parts)
+    if compiler and compiler.state == "time":
         first.append(Option("compile=true", None))
 
     # What was being computed, and what could be made smaller, depends on the phase of the run.

@@ -103,7 +103,7 @@ def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[st
 
     Ranks without `keep` get no tensors. `frozen`: whether frozen parameters are gathered.
     """
-    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
+    # In the order of the state dict, which is the same on every rank: `full_tensor` may be a collective.
     left_out = set() if frozen else frozen_names(driver.model)
     state = {name: value for name, value in driver.model.state_dict().items() if name not in left_out}
     aliases = aliases_in(state)
@@ -113,7 +113,7 @@ def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[st
         if is_extra(name) or name in aliases:
             continue
 
-        full = driver.fetch(name, value)
+        full = driver.full_tensor(name, value)
         if keep:
             tensors[name] = (full if full is value else full.cpu()).contiguous()
 
@@ -222,7 +222,7 @@ def _describe_best(run: Run) -> dict[str, Any] | None:
 def _release(run: Run) -> None:
     """Return the model and the optimizers to the user without our hooks, with the weights to use from now on."""
     trained = run.trained_model
-    trained.optimizers.use_evaluation_weights(trained.driver.drop_gathered)
+    trained.optimizers.use_evaluation_weights(trained.driver.reshard)
     trained.optimizers.release()
     run.stepper.learning_rate.release()
 

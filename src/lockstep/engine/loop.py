@@ -19,6 +19,7 @@ from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.metrics import check_metrics
+from lockstep.parallel.compiled.compiler import compiler_among
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.run_folder.names import ASSETS
 from lockstep.task import Loss, StepBatches, Task
@@ -71,10 +72,11 @@ class Training:
 
     def _wrapped_loss(self) -> Callable[[nn.Module, Any], Loss]:
         """Return the loss function of the steps."""
-        # A compiler is a part that wraps the task's own loss. The hooks come after it: they may run any Python.
-        hooks = self.run.hooks
-        hooks.inject_faults()
-        return hooks.around_loss(self.run.driver.parts.around(self.task.loss))
+        # The compiler gets the task's own loss. The hooks come after it: they may run any Python.
+        compiler = compiler_among(self.run.driver.parts)
+        loss = compiler.around(self.task.loss) if compiler else self.task.loss
+        self.run.hooks.inject_faults()
+        return self.run.hooks.around_loss(loss)
 
     def evaluate_if_interrupted(self) -> None:
         """Repeat the evaluation during which the run was preempted, if there is one."""

@@ -32,6 +32,7 @@ from lockstep.engine.setup import RunBuilder
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.optim.user_scheduler import is_scheduler
+from lockstep.parallel.compiled.compiler import compiler_among
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.runtime import heartbeat
 from lockstep.task import Loss
@@ -140,7 +141,8 @@ class OwnRun(BuiltRunView):
             )
 
         # Without a compiler nothing is compiled, or the model's forward is collective and compiled by itself.
-        return driver.parts.around(function)
+        compiler = compiler_among(driver.parts)
+        return compiler.around(function) if compiler else function
 
     def register(self, name: str, stateful: Any) -> None:
         """Save `stateful` with every checkpoint and restore its state on resume. Call it before `run.steps`.

@@ -14,6 +14,7 @@ from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_l
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import LET_THROUGH
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
 
@@ -40,6 +41,7 @@ class OwnStep:
 
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
+        assert isinstance(run.driver, MicroBatchDriver), "OwnRun.setup refuses a pipeline"
         self._driver = run.driver
         self._reduced: Reduced | None  # of the current pass, after its last backward
         self._begin_pass()

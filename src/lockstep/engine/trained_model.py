@@ -30,8 +30,8 @@ class TrainedModel:
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights that its optimizers evaluate and save."""
-        return self.optimizers.evaluation_weights(self.driver.drop_gathered)
+        return self.optimizers.evaluation_weights(self.driver.reshard)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the averages, if there are any, are the model's weights."""
-        return self.average.swapped_in(self.driver.drop_gathered) if self.average else nullcontext()
+        return self.average.swapped_in(self.driver.reshard) if self.average else nullcontext()

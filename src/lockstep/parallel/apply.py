@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.activation_checkpointing import checkpoint_activations
 from lockstep.parallel.batchnorm.sync import adapt_sync_batchnorm, is_synchronised, synchronise_batchnorm
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.caches import disable_kv_cache
@@ -22,14 +23,14 @@ from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
 from lockstep.parallel.compiled.targets import compiled_call
 from lockstep.parallel.cudagraph.graphs import capture_calls
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, SingleDriver
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, keep_nothing
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.reducers import OrderedReducer
 from lockstep.parallel.fsdp.driver import check_offload, check_scalars
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
-from lockstep.parallel.remat import recompute_blocks
+from lockstep.parallel.micro_batches import MicroBatchDriver, SingleDriver
 from lockstep.parallel.tensor.driver import shard_layers
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
@@ -45,11 +46,13 @@ def parallelize(
     task: Any = None,
     log_event: EventLogger = log_nothing,
     data: Callable[[], Any] | None = None,
+    register: Callable[[str, Any], None] = keep_nothing,
 ) -> Driver:
     """Apply the configured parallelism to `model`, in place, and return the driver that executes it.
 
     `task` may define how the model is sharded or staged. `log_event` receives decisions that are made later, while the
-    model runs. `data` returns samples, for a pipeline that must run the model to find its stages.
+    model runs. `data` returns samples, for a pipeline that must run the model to find its stages. `register` saves what
+    the driver must keep, such as the errors of PowerSGD, with every checkpoint.
     """
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.is_data_parallel_only else Axes(mesh, runtime)
@@ -57,7 +60,7 @@ def parallelize(
 
     _check_settings(model, config, runtime)
 
-    # Sharding replaces parameters, which would drop their hooks. The driver gets the hooks below.
+    # Sharding replaces parameters, which would drop their hooks. The driver gets the hooks.
     hooks = take_hooks(model)
     _move_to_device(model, config, runtime, precision, pipelined)
 
@@ -78,29 +81,46 @@ def parallelize(
 
     # What the user has compiled stays as it is.
     compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
-    driver = _make_driver(
-        model, mesh, DriverSetup(config, runtime, precision, role, axes, log_event, task, compiled, data)
-    )
-
-    if role.collective_forwards:
-        # The ranks compile together, in the first forward. A pipeline has compiled its stages.
-        if compiled and not pipelined:
-            model.compile()  # in place: no `_orig_mod.` in names, no second object
-    elif compiled:
-        # It captures when it has decided: a CUDA graph records the compiled kernels.
-        compiler = make_compiler(driver, config, runtime, precision, log_event)
-        driver.parts.add(compiler)
-        driver.parts.add(compiler.cudnn_pause)
-    else:
-        capture_calls(model, config, runtime, log_event)
-
-    # Compiled code has chosen its kernels. A pipeline has many micro-batches in flight, and refuses this part.
-    if not compiled and not pipelined and may_change_kernels(config, runtime):
-        driver.parts.add(CudnnPause(needed=None))
-
+    setup = DriverSetup(config, runtime, precision, role, axes, log_event, task, compiled, data, hooks, register)
+    driver = _make_driver(model, mesh, setup)
     check_hooks(hooks, model, runtime)
-    driver.use_parameter_hooks(hooks)
+
+    # A pipeline has compiled its stages.
+    if isinstance(driver, MicroBatchDriver):
+        _compile_or_capture(driver, setup)
+
     return driver
+
+
+def _compile_or_capture(driver: MicroBatchDriver, setup: DriverSetup) -> None:
+    """Let a driver compile the model, or capture its calls as CUDA graphs, and pause cuDNN attention if that helps."""
+    config, runtime = setup.config, setup.runtime
+
+    # Both with and without compiled code: batches of many sizes slow cuDNN down.
+    cudnn_pause = _cudnn_pause(setup)
+    if cudnn_pause:
+        driver.parts.add(cudnn_pause)
+
+    if setup.role.collective_forwards:
+        # The ranks compile together, in the first forward.
+        if setup.compiled:
+            driver.model.compile()  # in place: no `_orig_mod.` in names, no second object
+    elif setup.compiled:
+        # It captures when it has decided: a CUDA graph records the compiled kernels.
+        driver.parts.add(make_compiler(driver, config, runtime, setup.precision, setup.log_event, cudnn_pause))
+    else:
+        capture_calls(driver.model, config, runtime, setup.log_event)
+
+
+def _cudnn_pause(setup: DriverSetup) -> CudnnPause | None:
+    """Return the part that pauses cuDNN attention while sizes vary; None where kernels must stay as they are."""
+    # Without a compiler the part counts the sizes itself.
+    if not setup.compiled:
+        return CudnnPause(needed=None) if may_change_kernels(setup.config, setup.runtime) else None
+
+    # Compiled code has chosen its kernels. Until it is decided, steps run eagerly, and the compiler notes their sizes.
+    decides = not setup.role.collective_forwards and only_if_it_pays(setup.config, setup.precision)
+    return CudnnPause(needed=True) if decides else None
 
 
 def _check_settings(model: nn.Module, config: RunConfig, runtime: Runtime) -> None:
@@ -142,7 +162,7 @@ def _adapt_layers(model: nn.Module, config: RunConfig, runtime: Runtime, precisi
     if not pipelined:
         disable_kv_cache(model, always=False)
 
-    recompute_blocks(model, config)
+    checkpoint_activations(model, config)
     if config.exact:
         group_input_gradients(model, config)
 
@@ -188,13 +208,21 @@ def may_change_kernels(config: RunConfig, runtime: Runtime) -> bool:
     return runtime.on_gpu and not (config.deterministic or config.exact)
 
 
+def only_if_it_pays(config: RunConfig, precision: Precision) -> bool:
+    """Whether steps are timed to find out if compiling pays. A repeatable run must not depend on time."""
+    return config.compile == "auto" and not config.deterministic and not precision.float8  # float8 needs compiling
+
+
 def make_compiler(
-    driver: Driver, config: RunConfig, runtime: Runtime, precision: Precision, log_event: EventLogger
+    driver: MicroBatchDriver,
+    config: RunConfig,
+    runtime: Runtime,
+    precision: Precision,
+    log_event: EventLogger,
+    cudnn_pause: CudnnPause | None = None,
 ) -> Compiler:
-    # Whether compiling pays is a question of time, and a repeatable run must not depend on it. float8 always needs it.
-    only_if_it_pays = config.compile == "auto" and not config.deterministic and not precision.float8
     low_precision = runtime.on_gpu or precision.loses_bits
-    return Compiler(driver, config, log_event, only_if_it_pays, low_precision)
+    return Compiler(driver, config, log_event, only_if_it_pays(config, precision), low_precision, cudnn_pause)
 
 
 def _collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:
@@ -220,4 +248,4 @@ def _make_driver(model: nn.Module, mesh: Mesh, setup: DriverSetup) -> Driver:
     if not setup.runtime.world.alone:
         return resolve_name(setup.config.strategy_record.driver_in(mesh.sizes))(model, setup)
 
-    return SingleDriver(model, setup, reducer=OrderedReducer if setup.config.exact else None)
+    return SingleDriver(model, setup, exact_reducer=OrderedReducer if setup.config.exact else None)

@@ -31,7 +31,7 @@ def disable_kv_cache(model: nn.Module, always: bool) -> None:
         signature = inspect.signature(module.forward)
         if ASKS in signature.parameters:
             position = list(signature.parameters).index(ASKS)
-            # As in remat.py: in a copy of the model a partial belongs to the copied module.
+            # As in activation_checkpointing.py: in a copy of the model a partial belongs to the copied module.
             forward: Any = partial(_forward, module, vars(module).get("forward"), position, always)
             forward.__signature__ = signature  # transformers reads it
             module.forward = forward

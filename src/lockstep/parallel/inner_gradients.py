@@ -35,7 +35,7 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 # The nodes between shards and full tensors in the graph of a layer that is sharded, by the names that torch gives them.
 SHARDED_LAYER_NODES = frozenset({"_FromTorchTensorBackward", "_ToTorchTensorBackward", "RedistributeBackward"})
 
-Output = Tensor | GradientEdge  # of a graph: a gradient starts here, or is taken with respect to it
+Output = Tensor | GradientEdge  # an output or input of a graph: a gradient starts here, or is taken with respect to it
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,11 @@ class InnerGradient:
     accumulates: bool  # the call is a `backward`, which adds to `.grad`
 
     def reaches(self, leaves: Collection[int], nodes: Collection[str] = (), tensors: Sequence[Tensor] = ()) -> bool:
-        """Return whether the graph of the outputs has one of these in it.
+        """Return whether the graph of the outputs contains one of these.
 
-        leaves: ids of tensors at its ends; nodes: names of nodes; tensors: what was computed on the way, or at its ends
+        leaves: ids of tensors at which the graph ends
+        nodes: names of its nodes
+        tensors: tensors at which it ends, or that were computed on the way
         """
         ends = {*leaves, *map(id, tensors)}
         made_by = {tensor.grad_fn for tensor in tensors} - {None}
@@ -65,36 +67,27 @@ class InnerGradient:
         )
 
 
-Callback = Callable[[InnerGradient], None]  # raises if the gradient cannot be computed
+Callback = Callable[[InnerGradient], None]  # called before the gradient is computed, and raises if it cannot be
 LossFn = Callable[[Any, Any], Loss]
 
 
 class InnerGradients:
-    """Calls `before` before each gradient that the user's code computes: in a loss (`around`), or in a `with` block.
+    """Calls `before` before each gradient that the user's code computes inside a `with` block.
 
     A class, because a generator takes several times as long, and a custom loop enters a block for every micro-batch.
     """
 
     def __init__(self, before: Callback | None):
-        """`before`: None in place of a callback lets all gradients through, inside a block of another object."""
+        """`before` may raise. If it is None, all gradients are let through, even inside a block of another object."""
         self.keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
         self._before = before
         engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)
 
-        # The same as a `with` block that is in no other, for the driver, which calls both for every micro-batch. These
-        # are functions of C: Python's would take several times as long.
+        # A driver calls these in place of a `with` block, for every micro-batch. They are functions of C, and take a
+        # fraction of the time; a block between them must not be inside another.
         self.intercept = partial(setattr, _autograd, "_engine_run_backward", engine)
         self.release = partial(setattr, _autograd, "_engine_run_backward", TORCH_ENGINE)
-        self._replaced: list[Callable[..., Any]] = []  # what each block, from the outermost to the innermost, replaced
-
-    def around(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss function in such a block."""
-
-        def intercepted(model: Any, data: Any) -> Loss:
-            with self:
-                return loss_fn(model, data)
-
-        return intercepted
+        self._replaced: list[Callable[..., Any]] = []  # the engines that open blocks have replaced, the outermost first
 
     def _note(self, inner: InnerGradient) -> None:
         assert self._before is not None
@@ -113,7 +106,7 @@ LET_THROUGH = InnerGradients(None)
 
 
 def _intercepting_engine(before: Callback) -> Callable[..., Any]:
-    """Return what takes the place of torch's engine, and calls `before` before each gradient that is computed."""
+    """Return a replacement for torch's engine that calls `before` first."""
 
     def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
         # Activation checkpointing computes further gradients inside this call. They are part of it.

@@ -14,7 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
@@ -29,7 +31,7 @@ AXES = ("pp", "dp", "tp")
 class Mesh:
     """The sizes of the mesh and this rank's coordinates in it. Arithmetic only: it needs no process group."""
 
-    sizes: Mapping[str, int]  # by axis, for all of AXES
+    sizes: Mapping[str, int]  # the size along each of AXES
     rank: int
 
     @property
@@ -149,3 +151,11 @@ def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
             "",
             f"leave mesh.{strategy.axis} out, or set strategy=ddp",
         )
+
+
+def is_sharded_along_tp(tensor: Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+
+    axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return any(axis == "tp" and placement != Replicate() for axis, placement in axes)

@@ -27,8 +27,8 @@ from lockstep.task import Loss, MicroBatch, Number, StepBatches, Weight
 # Exact mode rounds weights and losses to a grid, so that their sums do not depend on the order of the additions.
 # float64 sums of multiples of 1/grid are exact in any order, as long as they stay below 2^53 / grid. So the device can
 # sum control words. Log lines may hold numbers of any size, which `ExactSums` adds on the host.
-WEIGHT_GRID = 2.0**32  # for weights: their sum is exact below 2^21 per step
-LOSS_GRID = 2.0**20  # for losses in spike detection: their sum is exact below 2^33
+WEIGHT_GRID = 2.0**32  # grid for weights: their sum is exact below 2^21 per step
+LOSS_GRID = 2.0**20  # grid for losses in spike detection: their sum is exact below 2^33
 
 MAX_ROUNDING = 1e-6  # the largest relative change of a weight by rounding it to its grid
 
@@ -37,8 +37,8 @@ MAX_ROUNDING = 1e-6  # the largest relative change of a weight by rounding it to
 class MetricNames:
     """Names of metrics. The log shows a metric only when all ranks have its name."""
 
-    seen: set[str] = field(default_factory=set)  # by this rank
-    known: list[str] = field(default_factory=lambda: ["loss"])  # to all ranks, in the order of the log
+    seen: set[str] = field(default_factory=set)  # names that this rank has metrics of
+    known: list[str] = field(default_factory=lambda: ["loss"])  # names that all ranks know, in the order of the log
     new: bool = True  # some rank may have seen a name that is not in `known`
 
     def see(self, names: Iterable[str]) -> None:
@@ -78,7 +78,7 @@ class StepContext:
     log_event: EventLogger = log_nothing  # logs skipped steps, and the samples to blame for them
 
     # Derived from these.
-    scaler: DynamicScaler | None = field(init=False)  # with fp16
+    scaler: DynamicScaler | None = field(init=False)  # the loss scale of fp16; None in other precisions
     sends_loss: bool = field(init=False)  # whether the control word includes the loss
 
     # What changes during the run.
@@ -103,9 +103,9 @@ class StepProgress:
         self.pass_index = pass_index
         self.passes = passes  # number of passes of the step
 
-        self.optimizer_indices: Sequence[int] = ()  # of the optimizers that the update steps
+        self.optimizer_indices: Sequence[int] = ()  # indices of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the current one
-        self.row_offset: int | None = None  # of this rank's rows in its last `run.all_gather`
+        self.row_offset: int | None = None  # where this rank's rows begin in its last `run.all_gather`
         self.backwards_done = 0
 
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and

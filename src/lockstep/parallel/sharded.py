@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, no_gradient, sum_with_word
+from lockstep.parallel.driver import DriverSetup, RankRole, no_gradient
+from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, asked_for
-from lockstep.parallel.step_parts import Reducer
+from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.shards import squared_norms
@@ -24,7 +25,7 @@ class RanksDiffer(Exception):
     """The ranks run different forwards inside `many_forwards`."""
 
 
-class ShardedDriver(Driver):
+class ShardedDriver(MicroBatchDriver):
     """The base class of drivers with sharded parameters. A subclass shards the model before it calls `__init__`.
 
     Forward and backward run as in a single process. Gradients are summed over ranks and never divided, and the squared
@@ -35,16 +36,14 @@ class ShardedDriver(Driver):
         self,
         model: nn.Module,
         setup: DriverSetup,
-        dp_ranks: Collectives,
         role: RankRole | None = None,
-        reducer: Callable[[Any], Reducer] | None = None,
-        held: Collection[str] | None = None,
+        exact_reducer: Callable[[Any], ExactReducer] | None = None,
     ):
-        super().__init__(model, setup, replace(role or setup.role, replicated=False), reducer, dp_ranks, held)
         self._hooks: Mapping[str, ParameterHooks] = {}
+        super().__init__(model, setup, replace(role or setup.role, replicated=False), exact_reducer)
 
-    def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        self._hooks = hooks  # called with the gradient sums of a step
+    def _use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        self._hooks = hooks  # called with the gradient sums of a step, of which each rank holds a shard
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -65,23 +64,31 @@ class ShardedDriver(Driver):
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
-        names = self.leaf_names()
-        if sharded := asked_for(inner, {id(p): names[id(p)] for p in self.parameters if isinstance(p, DTensor)}):
+        sharded = asked_for(inner, {id(p): name for name, p in self.parameters.items() if isinstance(p, DTensor)})
+        if sharded:
             raise UserError(
                 f"the loss computes the gradient of {sharded!r}, which is sharded: no rank holds it in full",
                 inner.call_site,
                 "set strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )
 
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.exact_reducer:
+            return self.exact_reducer.norms(tensors)
+
         squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         self._reduce_gradients()
-        self._call_hooks()
-        squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
-        packed, squared = sum_with_word(self, word, squared)
+
+        # The user's hooks get the gathered sums.
+        for name, hooks in self._hooks.items():
+            hooks.change_sum(self.parameters[name])
+
+        # The norms of the shards, and the control word, in one collective.
+        squared = squared_norms([p.grad for p in self.parameters.values() if p.grad is not None])
+        packed, squared = sum_with_word(self.codec, control_word, squared, self.runtime.collectives)
 
         # After the collective, in which the other ranks wait.
         if not len(squared):
@@ -91,13 +98,6 @@ class ShardedDriver(Driver):
 
     def _reduce_gradients(self) -> None:
         """Complete the gradient sums over all ranks, for subclasses whose backward does not."""
-
-    def _call_hooks(self) -> None:
-        """Call the user's hooks with the gradient sums of the step. Each rank holds a shard of them."""
-        if self._hooks:
-            for name, parameter in self.named:
-                if name in self._hooks:
-                    self._hooks[name].change_sum(parameter)
 
 
 def check_same_action(action: str, collectives: Collectives) -> None:

@@ -6,13 +6,8 @@ of a run; without such features the list is empty, and the run pays nothing for 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
-from lockstep.runtime.control_word import ControlWord
 from lockstep.task import Loss, MicroBatch
 
 if TYPE_CHECKING:
@@ -21,32 +16,19 @@ if TYPE_CHECKING:
 # The slots of the parts, in the order in which they are called. It does not depend on which is added first, because
 # some have collectives, which all ranks must call in one order. Whatever times a step (trace, compile) ends it before
 # others check it (exact) or wait for other ranks (balance). The log comes last: a step that is refused has no line.
-ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balance", "log")
+PART_ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balance", "log")
 
 
 class StepPart:
     """Takes part in every step. By default it does nothing. `Driver.parts.add` adds it to a run."""
 
-    slot: ClassVar[str]  # one of ORDER
+    slot: ClassVar[str]  # one of PART_ORDER
 
-    @property
-    def ends_micro_batches(self) -> bool:
-        """Whether it must know when a forward or a micro-batch ends. In a pipeline they overlap, which refuses it."""
-        return (
-            type(self).before_backward is not StepPart.before_backward
-            or type(self).after_backward is not StepPart.after_backward
-        )
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """Lines for the banner, by name."""
-        return {}
+    # Whether the part can do without `before_backward` and `after_backward`. A pipeline calls neither: it has many
+    # micro-batches in flight.
+    runs_in_pipeline: ClassVar[bool] = False
 
     # ---- called by the Run ----
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what to call in place of `function(model, *args)`, such as a task's loss."""
-        return function
 
     def begin_step(self, steps_left: int) -> None:
         """Begin a step, before its batches are taken. `steps_left` includes it."""
@@ -58,21 +40,21 @@ class StepPart:
         """End a step after its update. All ranks come here together."""
 
     def after_maintenance(self) -> None:
-        """Do what comes after the log line, the evaluation and the save of a step. All ranks come here together."""
+        """End a step after its log line, its evaluation and its save. All ranks come here together."""
 
     def close(self) -> None:
-        """End, because the run has ended or failed: give back what is held, and leave the model as it was."""
+        """Release resources and restore the model. Called when the run ends or fails."""
 
     # ---- called by the driver ----
 
     def begin_pass(self) -> None:
-        """Begin to go over the micro-batches of a step. The last pass may have been abandoned anywhere."""
+        """Begin a pass over the micro-batches of a step. The last pass may have been abandoned anywhere."""
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         """Prepare for a micro-batch, whose data have arrived."""
 
     def before_backward(self, loss: Loss, progress: StepProgress) -> None:
-        """End the forward of a micro-batch. `loss` has been checked and recorded. See `ends_micro_batches`."""
+        """End the forward of a micro-batch. `loss` has been checked and recorded. Not called in a pipeline."""
 
     def before_all_reduce(self) -> None:
         """End this rank's own work of the pass: from here on it waits for other ranks.
@@ -81,7 +63,7 @@ class StepPart:
         """
 
     def after_backward(self, progress: StepProgress) -> None:
-        """End a micro-batch. Gradients of the pass may not be reduced yet. See `ends_micro_batches`."""
+        """End a micro-batch. Gradients of the pass may not be reduced yet. Not called in a pipeline."""
 
     def end_pass(self, progress: StepProgress) -> None:
         """End a pass: its gradients are reduced."""
@@ -96,38 +78,12 @@ class StepParts(list[StepPart]):
         self._overlapping = overlapping
 
     def add(self, part: StepPart) -> None:
-        """Let `part` take part in the steps from now on, in its slot of the fixed order."""
-        assert not (part.ends_micro_batches and self._overlapping), f"{part} in a pipeline: see `StepPart`"
+        """Add a part to the steps from now on, in its slot of the fixed order."""
+        assert part.runs_in_pipeline or not self._overlapping, f"{part} in a pipeline: see `runs_in_pipeline`"
         self.append(part)
-        self.sort(key=lambda part: ORDER.index(part.slot))
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The lines of all parts for the banner."""
-        return {name: text for part in self for name, text in part.facts.items()}
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what to call in place of `function`, around which each part may put something of its own."""
-        for part in self:
-            function = part.around(function)
-
-        return function
+        self.sort(key=lambda part: PART_ORDER.index(part.slot))
 
     def close(self) -> None:
-        """End all parts: the run has ended or failed."""
+        """Close all parts: the run has ended or failed."""
         for part in self:
             part.close()
-
-
-class Reducer(StepPart, ABC):
-    """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
-
-    slot = "reduce"
-
-    @abstractmethod
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Do what `Driver.reduce` does."""
-
-    @abstractmethod
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""

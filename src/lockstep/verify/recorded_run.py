@@ -32,7 +32,7 @@ from lockstep.engine.start_check import check as start_check
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
-from lockstep.parallel.driver import trainable
+from lockstep.parallel.batchnorm.statistics import RunningStatistics
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
@@ -132,7 +132,7 @@ class RecordedRun(Run):
             "precision": self.stepper.context.precision.name,
             "device": self.runtime.device.type,
             "replicated": self.driver.role.replicated,
-            "trainable": trainable(self.driver.model)[0],
+            "trainable": [*self.driver.parameters],
             "gathers": False,  # until the first step has ended
         }
 
@@ -241,7 +241,9 @@ class RecordedRun(Run):
         self._put(f"parameters-{step}", parameters)
         # BatchNorm's running statistics are combined when a run needs them. Other buffers are compared as each rank has
         # them, since a difference between ranks is a mistake to find.
-        self.driver.statistics.combine()
+        for part in self.driver.parts:
+            if isinstance(part, RunningStatistics):
+                part.combine()
 
         self._put(f"buffers-{step}", dict(self.driver.model.named_buffers()))
         self._put(f"extra-{step}", {name: full_tensor(t) for name, t in self._extra().items()})
@@ -264,7 +266,7 @@ class RecordedRun(Run):
 
         tensors: dict[str, Tensor] = {}
         # More than this is a dataset in `self`, not state.
-        most = 4 * sum(p.nbytes for p in trainable(self.driver.model)[1]) + 2**20
+        most = 4 * sum(p.nbytes for p in self.driver.parameters.values()) + 2**20
 
         for name, value in own.items():
             packed: dict[str, Tensor] = {}
@@ -282,7 +284,7 @@ class RecordedRun(Run):
         """Move every weight by up to one unit in the last place of the compute format."""
         precision = self.stepper.context.precision
         with torch.no_grad():
-            for p in trainable(self.driver.model)[1]:
+            for p in self.driver.parameters.values():
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
                 p.mul_((1 + precision.eps(p.dtype) * change).to(p.device, torch.float64).to(p.dtype))
 

@@ -32,7 +32,7 @@ def delaying(steps: Any) -> Hook:
 
 
 def driver() -> Any:
-    return SimpleNamespace(role=RankRole(), names=NAMES, parameters=[nn.Parameter(torch.ones(1)) for _ in NAMES])
+    return SimpleNamespace(role=RankRole(), parameters={name: nn.Parameter(torch.ones(1)) for name in NAMES})
 
 
 def test_the_latest_step_counts_and_a_name_that_is_left_out_is_trained_at_once():
@@ -41,7 +41,7 @@ def test_the_latest_step_counts_and_a_name_that_is_left_out_is_trained_at_once()
 
     names = []
     for step in (0, 2, 3):
-        reduced = Reduced(made.parameters, NAMES, torch.ones(2), torch.zeros(0), None, 1.0)  # pyrefly: ignore
+        reduced = Reduced([*made.parameters.values()], NAMES, torch.ones(2), torch.zeros(0), None, 1.0)  # pyrefly: ignore
         names.append(trained.drop_untrained(reduced, step).names)
     assert names == [["head"], ["head"], NAMES]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.calls.state import StateSnapshot
 from lockstep.parallel.cudagraph.variants import ModelAttributes, same_objects
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.driver import backward
 from lockstep.parallel.inner_gradients import LET_THROUGH, InnerGradients
+from lockstep.parallel.micro_batches import backward
 
 
 class OtherTensor(Tensor):

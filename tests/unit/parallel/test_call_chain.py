@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.parallel.call_chain import ORDER, Call, CallChain
+from lockstep.parallel.calls.chain import LINK_ORDER, Call, CallChain
 
 
 class Noting:
@@ -27,25 +27,25 @@ class Noting:
         return self.inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize("names", itertools.permutations(ORDER))
+@pytest.mark.parametrize("names", itertools.permutations(LINK_ORDER))
 def test_the_order_of_links_does_not_depend_on_who_comes_first(names: tuple[str, ...]) -> None:
     model, calls = nn.Linear(2, 2), []
     expected = model(torch.ones(1, 2))
     for name in names:
         CallChain.of(model).install(name, Noting(name, calls))
     assert torch.equal(model(torch.ones(1, 2)), expected)
-    assert calls == list(reversed(ORDER))
+    assert calls == list(reversed(LINK_ORDER))
 
 
 def test_without_links_a_module_is_as_before() -> None:
     model, calls = nn.Linear(2, 2), []
-    for name in ORDER:
+    for name in LINK_ORDER:
         CallChain.of(model).install(name, Noting(name, calls))
     CallChain.of(model).remove("graph")
     model(torch.ones(1, 2))
     assert calls == ["intercept", "compile"]
     assert CallChain.of(model).find("graph") is None
-    for name in ORDER:
+    for name in LINK_ORDER:
         CallChain.of(model).remove(name)
     assert model._compiled_call_impl is None
 

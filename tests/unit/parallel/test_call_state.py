@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.calls.state import StateSnapshot
 
 
 class Caching(nn.Module):

@@ -17,8 +17,8 @@ import lockstep
 from again import Again
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
-from lockstep.parallel.call_chain import CallChain
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten, unflatten
+from lockstep.parallel.calls.chain import CallChain
 from lockstep.parallel.cudagraph import graphs
 from lockstep.parallel.cudagraph.checks import difference
 from lockstep.parallel.cudagraph.graphs import MAX_PATTERNS, WARMUP_CALLS, GraphedCall, release_captures

@@ -15,18 +15,18 @@ from torch import nn
 from lockstep import engine, parallel
 from lockstep.config import resolve
 from lockstep.engine.profile.tracer import StepTracer
-from lockstep.parallel.driver import DriverSetup, RankRole, SingleDriver
-from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.step_parts import ORDER, StepPart
+from lockstep.parallel.driver import DriverSetup
+from lockstep.parallel.micro_batches import SingleDriver
+from lockstep.parallel.step_parts import PART_ORDER, StepPart, StepParts
 from lockstep.precision import PRECISIONS
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 
 
-def driver(model: nn.Module, role: RankRole) -> SingleDriver:
+def driver(model: nn.Module) -> SingleDriver:
     config = resolve([("test", {"device": "cpu"})]).config
     with context.start(World(), config) as runtime:
-        return SingleDriver(model, DriverSetup(config, runtime, PRECISIONS["fp32"], role))
+        return SingleDriver(model, DriverSetup(config, runtime, PRECISIONS["fp32"]))
 
 
 def part_at(name: str) -> StepPart:
@@ -41,15 +41,15 @@ def all_parts(base: type = StepPart) -> Iterator[type[StepPart]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_parts_does_not_depend_on_which_is_added_first(seed: int) -> None:
-    names = [name for name in ORDER if name != "statistics"]
+    names = [name for name in PART_ORDER if name != "statistics"]
     random.Random(seed).shuffle(names)
-    found = driver(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), RankRole())
+    found = driver(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     shared = found.parts  # a pipeline's stages have it too
     for name in names:
         found.parts.add(part_at(name))
 
     # The statistics of the BatchNorm are there from the start.
-    assert [part.slot for part in shared] == [*ORDER]
+    assert [part.slot for part in shared] == [*PART_ORDER]
 
 
 def test_every_part_of_the_package_has_a_slot() -> None:
@@ -59,27 +59,25 @@ def test_every_part_of_the_package_has_a_slot() -> None:
 
     kinds = [kind for kind in all_parts() if kind.__module__.startswith("lockstep.")]
     assert len(kinds) >= 10
-    assert {kind.slot for kind in kinds} == {*ORDER}
+    assert {kind.slot for kind in kinds} == {*PART_ORDER}
 
 
-class EndsMicroBatches(StepPart):
-    slot = "kernels"
-
-    def after_backward(self, progress: StepProgress) -> None:
-        """End a micro-batch, of which a pipeline has many at a time."""
-
-
-def test_a_pipeline_refuses_a_part_that_must_know_when_a_micro_batch_ends() -> None:
-    model = nn.Linear(2, 2)
-    driver(model, RankRole()).parts.add(EndsMicroBatches())
-    pipelined = driver(model, RankRole(pipeline_depth=2))
-    pipelined.parts.add(part_at("log"))
+def test_a_pipeline_refuses_a_part_that_does_not_say_that_it_can_do_without_the_end_of_a_micro_batch() -> None:
+    part = part_at("log")
+    StepParts(overlapping=False).add(part)
     with pytest.raises(AssertionError, match="in a pipeline"):
-        pipelined.parts.add(EndsMicroBatches())
+        StepParts(overlapping=True).add(part)
 
 
 def test_a_pipeline_can_be_traced() -> None:
     """Only its trace lacks the marks of backwards."""
     config = resolve([("test", {"device": "cpu"})]).config
     run: Any = SimpleNamespace(runtime=None, config=config)
-    driver(nn.Linear(2, 2), RankRole(pipeline_depth=2)).parts.add(StepTracer(run))
+    StepParts(overlapping=True).add(StepTracer(run))
+
+
+def test_the_other_parts_that_run_in_a_pipeline_do_not_need_the_end_of_a_micro_batch() -> None:
+    for kind in (kind for kind in all_parts() if kind.__module__.startswith("lockstep.") and kind.runs_in_pipeline):
+        if kind is not StepTracer:
+            assert kind.before_backward is StepPart.before_backward, kind
+            assert kind.after_backward is StepPart.after_backward, kind

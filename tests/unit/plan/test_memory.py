@@ -22,7 +22,7 @@ from lockstep.launch.decisions.state import LauncherSettings
 from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import rank_record
 from lockstep.optim.optimizers import Optimizers
-from lockstep.parallel.call_chain import CallChain
+from lockstep.parallel.calls.chain import CallChain
 from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
 from lockstep.parallel.driver import RankRole
 from lockstep.plan.memory import Footprint, amount, bytes_of, options

@@ -155,7 +155,7 @@ def test_a_mean_of_many_words_in_float32_does_go_wrong() -> None:
 def test_ddp_sends_the_word_in_a_dtype_that_carries_it(ranks: int, last: torch.dtype, expected: torch.dtype) -> None:
     """DDP puts parameters of one dtype into a bucket: a word of another one travels in a collective of its own."""
     world = SimpleNamespace(world=SimpleNamespace(size=ranks), device=CPU)
-    driver = SimpleNamespace(parameters=[torch.zeros(1, dtype=last)], runtime=world, reducer=None)
+    driver = SimpleNamespace(parameters={"last": torch.zeros(1, dtype=last)}, runtime=world, exact_reducer=None)
     assert DDPDriver.codec.func(driver).dtype == expected  # pyrefly: ignore
 
 

@@ -51,7 +51,7 @@ def _categories(run: Run, saved: list[int], peak: int, before: int) -> dict[str,
 
     return {
         "parameters": bytes_of(run.driver.model.parameters()),
-        "gradients": bytes_of(p.grad for p in run.driver.parameters if p.grad is not None),
+        "gradients": bytes_of(p.grad for p in run.driver.parameters.values() if p.grad is not None),
         "optimizer": bytes_of(held),
         "activations": saved[-1] if saved else 0,  # of a step; the checks before the first one call the loss too
         "device_peak": peak,

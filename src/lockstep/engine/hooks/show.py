@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.engine.hooks.calls import overridden
-from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.calls.chain import run_eagerly
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.task import Task
 
 if TYPE_CHECKING:
@@ -23,24 +24,24 @@ def call_show(task: Task, run: Run) -> str | None:
     """
     # If the model is sharded, all ranks must run its forwards; otherwise only rank 0 does.
     show = overridden(task, "show")
-    role = run.driver.role
-    if show is None or (role.replicated and not run.runtime.is_main):
+    driver = run.driver
+    if show is None or (driver.role.replicated and not run.runtime.is_main):
         return None
 
-    if not role.runs_whole_model:
+    if not isinstance(driver, MicroBatchDriver):
         run.recorder.event("warning", reason="show() is left out: no rank holds the full model (mesh.pp)")
         return None
 
-    run.driver.model.eval()
+    driver.model.eval()
 
     run.runtime.heartbeat.beat("user code")  # the watchdog allows more time in this phase
     try:
         # Generated text grows with every token: compiling or capturing every new shape would cost more than it saves.
-        with torch.no_grad(), run_eagerly(run.driver.model), run.driver.many_forwards() as warning:
+        with torch.no_grad(), run_eagerly(driver.model), driver.many_forwards() as warning:
             if warning:
                 run.recorder.event("warning", reason=f"show(): {warning}")
 
-            text = show(run.driver.model)
+            text = show(driver.model)
     except Exception as error:
         reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"
         run.recorder.event("warning", reason=reason, traceback=traceback.format_exc())

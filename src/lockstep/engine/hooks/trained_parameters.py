@@ -24,13 +24,10 @@ class TrainedParameters:
                 "set strategy=fsdp or strategy=ddp, or leave the callback out",
             )
 
-        asked = [_ask(hook, driver.names) for hook in hooks]
+        asked = [_ask(hook, [*driver.parameters]) for hook in hooks]
 
         # By identity: the step knows parameters and not their names.
-        self._first_steps = {
-            id(p): max(steps.get(name, 0) for steps in asked)
-            for name, p in zip(driver.names, driver.parameters, strict=True)
-        }
+        self._first_steps = {id(p): max(steps.get(name, 0) for steps in asked) for name, p in driver.parameters.items()}
 
         # From this step on nothing is dropped, and the step pays for one comparison.
         self._all_from = max(self._first_steps.values())

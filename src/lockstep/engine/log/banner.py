@@ -17,15 +17,15 @@ from lockstep.engine.load_balance import describe_speeds
 from lockstep.errors import plural
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
+from lockstep.parallel.activation_checkpointing import blocks_to_recompute
 from lockstep.parallel.apply import wants_compile
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
+from lockstep.parallel.compiled.compiler import compiler_among
 from lockstep.parallel.cudagraph.graphs import wants_graph
-from lockstep.parallel.ddp.hook_table import HOOKS
+from lockstep.parallel.ddp.hook_table import COMM_HOOKS
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.fsdp.driver import count_replicas
-from lockstep.parallel.mesh import Mesh, plan_mesh
-from lockstep.parallel.remat import blocks_to_recompute
-from lockstep.parallel.tensor.driver import is_sharded_along_tp
+from lockstep.parallel.mesh import Mesh, is_sharded_along_tp, plan_mesh
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
@@ -74,7 +74,7 @@ def describe_run(
         "compile": _compile(driver, mesh) if wants_compile(config, runtime) else None,
         "graph": _graph(config) if captures else None,
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
-        "exchange": HOOKS[config.ddp.hook].about(config.ddp) if several and config.ddp.hook != "none" else None,
+        "exchange": COMM_HOOKS[config.ddp.hook].banner(config.ddp) if several and config.ddp.hook != "none" else None,
     }
 
     return {name: text for name, text in facts.items() if text}
@@ -172,7 +172,8 @@ def _compile(driver: Driver, mesh: Mesh) -> str:
         what = "the stages" if mesh.sizes["pp"] > 1 else "the model"
         return f"{what}, in the first step: forwards are collective, so nothing is timed first"
 
-    return driver.parts.facts.get("compile", "nothing more than the user's code has compiled already")
+    compiler = compiler_among(driver.parts)
+    return compiler.banner if compiler else "nothing more than the user's code has compiled already"
 
 
 def _graph(config: RunConfig) -> str:

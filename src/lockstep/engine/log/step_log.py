@@ -24,6 +24,7 @@ class SampleLog(StepPart):
     """Writes which samples this rank trained in each step: `log.samples`."""
 
     slot = "log"
+    runs_in_pipeline = True
 
     def __init__(self, folder: RunFolder, rank: int):
         path = folder.path / SAMPLES / f"rank-{rank}.jsonl"

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.engine.evaluation.modes import restore_modes
-from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.calls.chain import run_eagerly
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.progress import StepProgress
@@ -28,6 +28,7 @@ class StepFlops(StepPart):
     """
 
     slot = "trace"
+    runs_in_pipeline = True
 
     def __init__(self, driver: Driver, loss_fn: LossFn | None):
         """`loss_fn` is the task's loss; None in a custom loop, whose forwards cannot be repeated."""

@@ -32,6 +32,7 @@ class ProfiledSteps(StepPart):
     """Decides when a run is traced."""
 
     slot = "trace"
+    runs_in_pipeline = True
 
     def __init__(self, run: Run, tracer: StepTracer, flops: StepFlops):
         # Counted from here, not from step 0: a resumed run has to warm up again.

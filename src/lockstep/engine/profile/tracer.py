@@ -41,6 +41,7 @@ class StepTracer(StepPart):
     """
 
     slot = "trace"
+    runs_in_pipeline = True  # its trace then lacks the marks of backwards, which overlap with forwards
 
     def __init__(self, run: Run):
         self.steps = 0  # traced so far
@@ -52,10 +53,6 @@ class StepTracer(StepPart):
 
         self._marks: list[tuple[int, str]] = []  # (when in ns, kind of time that begins)
         self._profile: profile | None = None
-
-    @property
-    def ends_micro_batches(self) -> bool:
-        return False  # a trace of a pipeline lacks the marks of backwards, which overlap with forwards
 
     def start(self) -> None:
         """Begin to trace, before a step."""

@@ -159,12 +159,10 @@ class RunBuilder:
         return self.trained_model
 
     def _make_driver(self, model: nn.Module, task: Any, data: Callable[[], Any] | None) -> Driver:
-        """Put the model under its driver, and save the driver's own state, such as PowerSGD's errors, with the run."""
+        """Put the model under its driver."""
         self.driver = driver = parallelize(
-            model, self.config, self.runtime, self.precision, task, self.recorder.event, data
+            model, self.config, self.runtime, self.precision, task, self.recorder.event, data, self.registered.add
         )
-        for name, stateful in driver.stateful.items():
-            self.registered.add(name, stateful)
 
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)

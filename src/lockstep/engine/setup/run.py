@@ -31,7 +31,7 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.observe.run_folder import write_head
 from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
-from lockstep.parallel.driver import Driver, trainable
+from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepContext
 from lockstep.plan.plan import Plan
 from lockstep.runtime.seeds import preserve_rng
@@ -261,7 +261,7 @@ def _describe(
     facts = describe_run(trained.driver, builder.config, plan, rate, builder.precision, builder.runtime)
 
     # The driver, the optimizers and the source may add some.
-    facts |= trained.driver.facts
+    facts |= trained.driver.role.banner
     facts |= trained.optimizers.facts
     if source.about:
         facts["data"] = source.about
@@ -309,7 +309,7 @@ def _write_start(builder: RunBuilder, facts: dict[str, str], plan: Plan, driver:
         "device": str(builder.runtime.device),
         "precision": builder.precision.name,
         "parameters": sum(p.numel() for p in driver.model.parameters()),
-        "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
+        "trainable": sum(p.numel() for p in driver.parameters.values()),
         "unit": builder.unit,
         "steps": plan.steps,
         "run_dir": builder.folder.shown,

@@ -40,7 +40,8 @@ from lockstep.engine.start_check.random_numbers import used_generators
 from lockstep.engine.start_check.samples import Samples, read_samples, read_stream_samples
 from lockstep.engine.start_check.snapshot import CheckSnapshot
 from lockstep.errors import UserError
-from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.calls.chain import run_eagerly
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.parallel.sharded import RanksDiffer
 from lockstep.runtime.seeds import preserve_rng, rng_states
 
@@ -197,7 +198,8 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
 
     assert samples is not None
     probe = Probe(run, run.hooks.around_loss(task.loss))
-    model = run.driver.model
+    driver, model = run.driver, run.driver.model
+    assert isinstance(driver, MicroBatchDriver), "_can_call has refused a pipeline"
     optimizers = run.trained_model.optimizers.all
 
     accepted = accepted_causes(run.config)
@@ -209,7 +211,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
         with (
             run_eagerly(model),
             without_batch_statistics(model),
-            run.driver.many_forwards(),
+            driver.many_forwards(),
             run.gathering.whole_batches(),
         ):
             cause, measured = _judge(run, probe, snapshot, samples, tuple(getattr(task, "changing_buffers", ())))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.engine.evaluation.early_stop import check_metric
 from lockstep.engine.evaluation.evaluator import EvaluationSet, evaluation_batch
 from lockstep.engine.start_check.snapshot import CheckSnapshot
-from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.calls.chain import run_eagerly
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.runtime.seeds import preserve_rng
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str
     """Return the names of the results of one batch of each set; None if it fails. The first evaluation reports that."""
     evaluator = run.trained_model.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
+    driver = run.driver
+    assert isinstance(driver, MicroBatchDriver), "check_metrics leaves pipelines out"
 
     try:
-        with run.driver.many_forwards():
+        with driver.many_forwards():
             found = [evaluator.first_names(chosen, batch) for chosen in sets]
     except Exception:
         found = None

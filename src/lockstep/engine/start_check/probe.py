@@ -21,7 +21,6 @@ from lockstep.engine.start_check.mistakes import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.errors import UserError
 from lockstep.observe.metrics import detached
-from lockstep.parallel.driver import trainable
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.progress import check_total
 from lockstep.parallel.sharded import RanksDiffer, check_same_action
@@ -48,10 +47,11 @@ class Probe:
     loss_fn: Callable[[nn.Module, Any], Loss]
 
     def __post_init__(self) -> None:
-        self.names, self.parameters = trainable(self.run.driver.model)
+        self.names = [*self.run.driver.parameters]
+        self.parameters = [*self.run.driver.parameters.values()]
         self.inner: InnerGradient | None = None  # the newest gradient that the loss computed itself
         self._transfer = Transfer(self.run.runtime.device)
-        self._intercepted_loss = InnerGradients(self._note).around(self.loss_fn)
+        self._inner_gradients = InnerGradients(self._note)
         self._sharded = not self.run.driver.role.replicated
         self._may_draw = True  # until a batch has shown that the loss draws nothing
 
@@ -67,7 +67,9 @@ class Probe:
             # With grad mode on, FSDP would keep the blocks gathered until a backward.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
-                loss = self._intercepted_loss(run.driver.model, batch)
+                with self._inner_gradients:
+                    loss = self.loss_fn(run.driver.model, batch)
+
                 if torch.is_grad_enabled():
                     check_total(loss)
 

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lockstep.parallel.call_state import TORCH_ATTRIBUTES
+from lockstep.parallel.calls.state import TORCH_ATTRIBUTES
 from lockstep.runtime.shards import checksums
 
 # Larger attributes are taken for datasets and are not copied. The limit in bytes is MAX_RATIO x parameters + MIN_BYTES.

@@ -30,21 +30,22 @@ UNEVEN = 1e-6  # factors whose sum over all ranks differs from 1 by more than th
 
 def running_statistics(
     model: nn.Module,
-    dp_ranks: Collectives,
-    held: Collection[str] | None = None,
+    dp_group: Collectives,
+    materialized: Collection[str] | None = None,
     log_event: EventLogger = log_nothing,
 ) -> RunningStatistics:
     """Return the statistics of the model's BatchNorm layers. A model may have no such layer.
 
-    dp_ranks: the ranks that train the same layers on different samples
-    held: the names of the tensors that this rank holds; None: it holds all of them
+    dp_group: the ranks that train the same layers on different samples
+    materialized: the names of the tensors that have memory on this rank; None: all of them
     """
     layers = {
         name: module
         for name, module in model.named_modules()
-        if _keeps_own_statistics(module) and (held is None or f"{name}.running_mean".lstrip(".") in held)
+        if _keeps_own_statistics(module)
+        and (materialized is None or f"{name}.running_mean".lstrip(".") in materialized)
     }
-    return RunningStatistics(layers, dp_ranks, log_event)
+    return RunningStatistics(layers, dp_group, log_event)
 
 
 class RunningStatistics(StepPart):
@@ -55,11 +56,12 @@ class RunningStatistics(StepPart):
     """
 
     slot = "statistics"
+    runs_in_pipeline = True
 
-    def __init__(self, layers: Mapping[str, nn.Module], dp_ranks: Collectives, log_event: EventLogger):
+    def __init__(self, layers: Mapping[str, nn.Module], dp_group: Collectives, log_event: EventLogger):
         self.names = list(layers)
         self.layers: list[Any] = list(layers.values())
-        self.dp_ranks = dp_ranks
+        self.dp_group = dp_group
         self._buffers = LayerBuffers(self.layers)
         self.log_event = log_event
 
@@ -71,15 +73,14 @@ class RunningStatistics(StepPart):
     # ---- in a step ----
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
-        # In a single process the buffers are right by themselves, unless padding must be undone. With `_micro` set,
-        # the padding before this one must still be undone.
-        if self.dp_ranks.world.alone and not micro.padding and self._micro is None:
+        # A single process only has to undo padding: this micro-batch, or the one before it, if `_micro` is still set.
+        if self.dp_group.world.alone and not micro.padding and self._micro is None:
             return
 
         self._end_micro_batch()
 
         # What this forward will change is the difference from here.
-        if self.dp_ranks.world.alone:
+        if self.dp_group.world.alone:
             self._buffers.read()
         elif self._buffers.changed():
             self._restart()
@@ -91,12 +92,12 @@ class RunningStatistics(StepPart):
         """Account for the micro-batches that other ranks ran after this rank's last one, at the end of a step."""
         self._end_micro_batch()
         self._steps += 1
-        if self.dp_ranks.world.alone or not self._buffers.known:
+        if self.dp_group.world.alone or not self._buffers.known:
             return
 
         # A source that does not know their number gives every rank the same number of micro-batches.
         batches = progress.batches
-        count = batches.global_num_micro_batches or batches.num_micro_batches * self.dp_ranks.world.size
+        count = batches.global_num_micro_batches or batches.num_micro_batches * self.dp_group.world.size
         later = (count - 1 - self._position).clamp(min=0)
 
         # We assume that a layer which this rank never ran in the step, not even for padding, ran on no other rank.
@@ -117,12 +118,12 @@ class RunningStatistics(StepPart):
         updates_before = buffers.updates  # (L,)
         buffers.read()
 
-        # A layer may run several times in a micro-batch, or not at all.
+        # How often each layer ran in the micro-batch (L,): not at all, once, or several times.
         runs = buffers.updates - updates_before
         ran = runs > 0
 
-        # Alone there are no sums, only padding to undo.
-        if not self.dp_ranks.world.alone:
+        # A single process keeps no sums.
+        if not self.dp_group.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
 
@@ -132,11 +133,11 @@ class RunningStatistics(StepPart):
             buffers.read()
             return
 
-        # Other ranks ran the micro-batches between this rank's last one and this one.
+        # The micro-batches between this rank's last one and this one ran on other ranks, and made the sums so far fade.
         self._fade(torch.where(ran, micro.index - self._position - 1, 0))
         self._position = torch.where(ran, micro.index, self._position)
 
-        # With momentum=None the running value is the mean over all updates, so the sum over updates is value x updates.
+        # With momentum=None a running value is the mean over all updates. So value x updates is a sum, without a decay.
         layer_of = buffers.layer_of
         decay = buffers.decay**runs
         is_mean = buffers.cumulative[layer_of]
@@ -158,7 +159,7 @@ class RunningStatistics(StepPart):
 
     def combine(self) -> None:
         """Write the running statistics of a single process into the buffers of all ranks. Collective."""
-        if not self._steps or self.dp_ranks.world.alone:
+        if not self._steps or self.dp_group.world.alone:
             return
 
         # Other code may have written into the buffers since the last forward: then these are what counts.
@@ -167,7 +168,7 @@ class RunningStatistics(StepPart):
             self._restart()
 
         # One all-reduce for everything: (E + 2 L,).
-        packed = self.dp_ranks.all_reduce_(torch.cat([self._sum, self._weight, self._local_updates]))
+        packed = self.dp_group.all_reduce_(torch.cat([self._sum, self._weight, self._local_updates]))
         total, weight, updates = packed.split([len(self._sum), len(self.layers), len(self.layers)])
         self._warn_if_uneven(weight)
 
@@ -200,7 +201,7 @@ class RunningStatistics(StepPart):
 
     def _restart(self) -> None:
         """Start new sums from the buffers, which are equal on all ranks. Only the first replica contributes them."""
-        is_first = self.dp_ranks.world.rank == 0
+        is_first = self.dp_group.world.rank == 0
         buffers = self._buffers
         buffers.read()
 

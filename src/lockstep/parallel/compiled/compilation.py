@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.calls.state import StateSnapshot
 from lockstep.parallel.compiled.batch_sizes import Arguments, Dims, tensors_in
 from lockstep.parallel.compiled.facts import torch_cache
 from lockstep.parallel.compiled.side_effects import Unsuitable
@@ -76,7 +76,7 @@ class Compilation:
         self.dynamic = compiler.shapes.varying
 
         # The result of `run`.
-        self.target: Target | None = None  # on the model now; None: nothing worked so far
+        self.target: Target | None = None  # the target on the model now; None: nothing worked so far
         self.note = "equal to eager"
         self.gave_up = False  # some rank reached the limit
         self._dropped: set[Path] = set()  # files of torch's cache that could not be loaded
@@ -222,7 +222,7 @@ class Compilation:
         return found
 
     def _run(self, call: Callable[..., Any], arguments: Arguments, dynamic: Dims = frozenset()) -> CallResult:
-        return run_isolated(call, arguments, self.driver.parameters, dynamic)
+        return run_isolated(call, arguments, [*self.driver.parameters.values()], dynamic)
 
     def _compare(self, found: CallResult, snapshot: StateSnapshot) -> str | None:
         """Compare with the same call without compiled code."""

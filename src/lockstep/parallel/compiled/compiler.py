@@ -14,14 +14,14 @@ batch whose shape the compiled code does not take, such as a short last one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.call_chain import CallChain, Link
+from lockstep.parallel.calls.chain import CallChain, Link
 from lockstep.parallel.compiled.batch_sizes import Arguments, SeenShapes, shapes_of
 from lockstep.parallel.compiled.compilation import LOW_PRECISION_TOLERANCE, TOLERANCE, Compilation
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
@@ -33,13 +33,13 @@ from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.context import EventLogger
 from lockstep.task import MicroBatch
 
-PATIENCE = 0.8  # of hang.first: compiling is given up before the watchdog ends the run
+PATIENCE = 0.8  # part of hang.first after which compiling is given up, before the watchdog ends the run
 MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compiles again
 MOST_COMPILES = 2  # but not more often than this
 
@@ -48,15 +48,22 @@ class Compiler(StepPart):
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
 
     slot = "compile"
-    in_micro_batch = False  # from `before_forward` to `after_backward`
+    in_micro_batch = False  # True from `before_forward` to `after_backward`
 
     def __init__(
-        self, driver: Driver, config: RunConfig, log_event: EventLogger, only_if_it_pays: bool, low_precision: bool
+        self,
+        driver: MicroBatchDriver,
+        config: RunConfig,
+        log_event: EventLogger,
+        only_if_it_pays: bool,
+        low_precision: bool,
+        cudnn_pause: CudnnPause | None = None,
     ):
         """Install the compiler on the model's call.
 
         only_if_it_pays: compile only if it pays; otherwise the first batch is compiled at once
         low_precision: something is computed in 16 bits or in TF32, see `compilation.py`
+        cudnn_pause: pauses cuDNN until it is known whether sizes vary, which the compiler finds out; None: nothing does
         """
         self.driver = driver
         self.config = config
@@ -65,7 +72,7 @@ class Compiler(StepPart):
         self.tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
 
         self.state: Literal["time", "try", "compiled", "eager"] = "time" if only_if_it_pays else "try"
-        self._functions: list[Function] = []  # those around the model, see `around`
+        self._functions: list[Function] = []  # functions that call the model, see `around`
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
 
@@ -73,17 +80,17 @@ class Compiler(StepPart):
         self.known = CompileFacts(driver, config)
         self.shapes = SeenShapes()
         self._timer: StepTimer | None = StepTimer(*STEPS) if only_if_it_pays else None
-        self._kernel_timer: KernelTimer | None = None  # in the one step whose kernels are measured
+        self._kernel_timer: KernelTimer | None = None  # set in the one step whose kernels are measured
         self._candidates = Candidates()
         self._length = RunLength()
 
-        # Another part of the steps, until it is known that sizes do not vary.
-        self.cudnn_pause = CudnnPause(needed=only_if_it_pays)
+        self._cudnn_pause = cudnn_pause
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
     @property
-    def facts(self) -> dict[str, str]:
+    def banner(self) -> str:
+        """A line that says what will be compiled, and when."""
         what = "the loss with the model, or as much of it as can be"
         if self.only_if_it_pays:
             what += " if it pays: the first steps are timed, and the decision is logged"
@@ -92,27 +99,27 @@ class Compiler(StepPart):
             reason = "a repeatable run must not depend on the time" if self.config.deterministic else "float8 needs it"
             what += f", in the first step: {reason}"
 
-        return {"compile": what}
+        return what
 
     # ---- the calls of a step ----
 
     @property
     def function(self) -> Function | None:
-        """The loss around the model, from which it and a batch compute something; None if there are several."""
+        """The function that calls the model, such as a task's loss; None if there is none, or more than one."""
         return self._functions[0] if len(self._functions) == 1 else None
 
     def around(self, function: Function) -> Function:
-        """Return what to call in place of `function(model, *args)`, such as a task's loss.
+        """Return a function to call in place of `function(model, *args)`, such as a task's loss.
 
-        If that pays, it is compiled together with the model. Otherwise the model inside it may be, as it is inside each
-        of several functions.
+        If there is one such function, and it pays, the function and the model are compiled together. With several of
+        them, or if that fails, the model alone may be compiled.
         """
         if function not in self._functions:
             self._check_first_step(function)
             self._functions.append(function)
 
         def call(module: Any, *args: Any) -> Any:
-            # The model's own call does the rest: what it runs does not depend on which function calls it.
+            # With several functions only the model is compiled, which its own call sees to (`call_model`).
             if len(self._functions) > 1 or not self.is_training():
                 return function(module, *args)
 
@@ -127,14 +134,14 @@ class Compiler(StepPart):
             if code is None:
                 return self.known.count_operations_once(function(module, *args))
 
-            # Asked in any case, because it counts: if too few batches fit, the run compiles again.
+            # Call this even if unused: it counts misses.
             fitting = self._fits(code, args)
 
-            # The model or its blocks are compiled. Inside them torch's guards choose between compiled and eager code.
+            # If the model or its blocks are compiled, torch's guards in them choose between compiled and eager code.
             if code.target.function is None:
                 return code.run(lambda: function(module, *args))
 
-            # A compiled loss is a second function beside the eager one, so the choice is made here.
+            # If the loss is compiled, the eager one still exists beside it, and the choice is made here.
             if not fitting:
                 return function(module, *args)
 
@@ -153,16 +160,16 @@ class Compiler(StepPart):
             )
 
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
-        # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
+        """Call the model itself in a training step. `link`: the compiler's link in the model's call chain."""
+        # If a function calls the model (`around`), the sizes of the function's arguments are noted, not the model's.
         if self.state in ("time", "try") and self.function is None:
             self.shapes.note(shapes_of((args, kwargs)))
 
         if self.state == "time":
             self.shapes.keep_example(args, kwargs)
         elif self.state == "try" and self._next_target() != LOSS:
-            # Compiled and eager code are compared on this call of the model, without the user's loss, which may have
-            # side effects.
+            # Compare compiled and eager code on this call of the model, without the user's loss, which may have side
+            # effects.
             targets = [target for target in self._candidates.left or () if target != LOSS]
             self._try(targets, lambda *args, **kwargs: link.inner(*args, **kwargs), (args, kwargs))
 
@@ -170,7 +177,7 @@ class Compiler(StepPart):
             returned = link.inner(*args, **kwargs)
             return returned if self.function else self.known.count_operations_once(returned)
 
-        # Only to count it: torch's guards choose between compiled and eager code.
+        # Call this for its count only: torch's guards choose between compiled and eager code.
         if self.function is None:
             self._fits(self.code, (args, kwargs))
 
@@ -244,7 +251,8 @@ class Compiler(StepPart):
     def _decide(self) -> None:
         """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
         self.shapes.agree(self.driver.runtime.collectives)
-        self.cudnn_pause.needed = bool(self.shapes.varying) or self.shapes.irregular
+        if self._cudnn_pause:
+            self._cudnn_pause.needed = bool(self.shapes.varying) or self.shapes.irregular
 
         # torch cannot go through a compiled graph twice.
         if self.driver.runtime.collectives.any(self.driver.inner_gradients.keeps_graphs):
@@ -408,6 +416,11 @@ class Compiler(StepPart):
         self._remove_code()
         self.state = "eager"
         CallChain.of(self.driver.model).remove("compile")
+
+
+def compiler_among(parts: Iterable[StepPart]) -> Compiler | None:
+    """Return the compiler of a run, if it has one."""
+    return next((part for part in parts if isinstance(part, Compiler)), None)
 
 
 class ModelCall(Link):

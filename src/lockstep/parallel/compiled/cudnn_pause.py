@@ -11,8 +11,8 @@ from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.attention import without_cudnn
 from lockstep.task import MicroBatch
 
-# Data of one size have two sizes of batches, since the last one may be short. How many micro-batches are looked at.
-MOST_SIZES, LOOKS = 2, 256
+MOST_SIZES = 2  # A dataset gives at most two batch sizes; the last batch may be short.
+LOOKS = 256  # Micro-batches to inspect.
 
 
 class CudnnPause(StepPart):

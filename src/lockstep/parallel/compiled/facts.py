@@ -28,7 +28,7 @@ from lockstep.parallel.compiled.kernel_times import saving_s
 from lockstep.parallel.compiled.payoff import SPEEDUPS, Facts, Payoff, preferred
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL, compiles_itself
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.runtime.autograd_graph import autograd_nodes
 from lockstep.runtime.context import Runtime
 from lockstep.task import Loss
@@ -45,7 +45,7 @@ class StepTimer:
     def __init__(self, warm_up: int, timed: int):
         self._warm_up = warm_up  # steps that are left out
         self._steps = warm_up + timed
-        self._seconds: list[float] = []  # of each step so far, with those that are left out
+        self._seconds: list[float] = []  # seconds of each step so far, the warm-up included
         self._began: float | None = None  # None before the first whole step
 
     def begin_step(self) -> None:
@@ -72,20 +72,20 @@ class StepTimer:
 class CompileFacts:
     """Gathers the facts for the rule: from the model, this run, and earlier runs on this machine."""
 
-    def __init__(self, driver: Driver, config: RunConfig):
+    def __init__(self, driver: MicroBatchDriver, config: RunConfig):
         self._model = driver.model
         self._runtime = driver.runtime
         self._named_blocks = config.blocks
         self._own_compile = compiles_itself(driver.model)  # asked before any code of ours is on the model
-        self._key = ""  # of this model's records on this machine; none before a decision
+        self._key = ""  # key of this model's records on this machine; none before a decision
         self._cold = False  # whether torch had compiled nothing on this machine, at the last decision
-        self._records: dict[str, Payoff] = {}  # of earlier runs, by target
+        self._records: dict[str, Payoff] = {}  # records of earlier runs, by target
         self.eager_s = 0.0  # seconds of a step without compiled code, on the slowest rank
         self._saving_s: float | None = None  # seconds that kernels of a step would save, on all ranks
-        self._operations = 0  # of the first training call of the loss or the model
+        self._operations = 0  # operations of the first training call of the loss or the model
 
     def possible(self, function: Function | None) -> tuple[str, ...]:
-        """Return the targets that can be compiled at all. `function`: the loss, if there is one around the model."""
+        """Return the targets that can be compiled at all. `function`: the loss that calls the model."""
         # The model says itself which of its parts to compile.
         if self._own_compile:
             return (MODEL,)

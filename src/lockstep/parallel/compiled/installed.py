@@ -23,7 +23,7 @@ from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import Target
 from lockstep.parallel.cudagraph.graphs import GraphedCall, graph_link
 from lockstep.parallel.cudagraph.variants import RunLength
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.runtime.context import EventLogger
 
 # After this many steps all ranks check how many batches did not fit, then after twice as many, up to the last check.
@@ -100,7 +100,7 @@ class InstalledCode:
         return self.target(*args)
 
     def capture(
-        self, function: Function, driver: Driver, config: RunConfig, log_event: EventLogger, length: RunLength
+        self, function: Function, driver: MicroBatchDriver, config: RunConfig, log_event: EventLogger, length: RunLength
     ) -> None:
         """Capture the calls of a compiled loss from now on, if it reads nothing that may change."""
         # Asked now, and again before every replay.

@@ -22,7 +22,7 @@ SCALAR = "simt"  # products without tensor cores, as in fp32 without TF32: their
 
 # Parts of their time that compiled code saves, at the lower end of what was seen.
 SAVED = {"fusible": 0.55, "odd": 0.75, "unaligned": 0.25, "fixed": 0.0}
-MOST = 0.7  # of a step, whatever its kernels say
+MOST = 0.7  # the largest part of a step that can be saved, whatever its kernels say
 BUSY = 0.7  # kernels that take less than this part of a step do not decide how long it takes
 
 

@@ -23,7 +23,7 @@ BLOCK_S = 0.5  # seconds to trace one more block by itself
 # Seconds for one operation, at least: a layer that is called in a loop is compiled once for each call. The models above
 # take longer for each of theirs, so that it decides for none of them, and a loop of 50 took 0.034 s on a CPU.
 OPERATION_S = 0.02
-DYNAMIC = 2.0  # with dynamic sizes it takes this many times as long
+DYNAMIC = 2.0  # compiling with dynamic sizes takes this many times as long
 
 # Steps that are not timed, and steps that are. With dynamic sizes kernels are tuned for each size, and steps differ.
 STEPS = 2, 3
@@ -58,7 +58,7 @@ class Payoff:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a run when it decides."""
+    """What a run knows when it decides."""
 
     # The run.
     steps_left: int
@@ -77,7 +77,7 @@ class Facts:
     # The machine, and what was tried on it.
     cold: bool = False  # nothing has been compiled on this machine before
     possible: tuple[str, ...] = (LOSS, MODEL, BLOCKS)
-    records: Mapping[str, Payoff] = field(default_factory=dict)  # of earlier runs
+    records: Mapping[str, Payoff] = field(default_factory=dict)  # records of earlier runs
     spent_s: float = 0.0  # seconds that compiling has taken in this run
 
     @property
@@ -93,7 +93,7 @@ class Facts:
 
     @property
     def most_s(self) -> float:
-        """How long something that was never measured may take to compile."""
+        """The most seconds that compiling may take if it was never measured."""
         return max(0.0, MOST_LOST * self.eager_s - self.aside_s)
 
     def saved_s(self, payoff: Payoff) -> float:
@@ -101,13 +101,13 @@ class Facts:
         return max(0.0, self.eager_s * (1 - 1 / payoff.speedup))
 
     def worth_s(self, payoff: Payoff) -> float:
-        """Return how long something may take to compile whose saving the kernels of a step have shown."""
+        """Return how long compiling may take if the kernels of a step have shown what it saves."""
         return max(0.0, min(WORTH * self.saved_s(payoff), MOST_RISKED * self.eager_s) - self.aside_s)
 
 
 @dataclass(frozen=True)
 class Decision:
-    targets: tuple[str, ...]  # to try in this order; none: the run stays eager
+    targets: tuple[str, ...]  # targets to try in this order; none: the run stays eager
     reason: str
     limit_s: float = 0.0  # seconds after which compiling is given up
 
@@ -159,7 +159,7 @@ def decide(facts: Facts) -> Decision:
 
 
 def _why_not(facts: Facts, first: Payoff, left: str) -> str:
-    """Explain why nothing pays, by the target that would be preferred."""
+    """Explain why nothing pays: why the preferred target does not."""
     gain_s = facts.saved_s(first)
     reason = f"it would not pay: {left}, of which it would save about {gain_s:.0f} s for {first.cost_s:.0f} s"
 
@@ -172,7 +172,7 @@ def _why_not(facts: Facts, first: Payoff, left: str) -> str:
 
 
 def kernels_could_decide(facts: Facts) -> bool:
-    """Return whether the kernels of a step should be measured: nothing pays as it is, and they might change that."""
+    """Return whether to measure the kernels of a step: nothing pays by the facts so far, and they might change that."""
     if facts.saving_s is not None or decide(facts).targets:
         return False
 

@@ -10,7 +10,7 @@ import torch
 import torch.fx.experimental._config as symbolic_shapes
 from torch import nn
 
-from lockstep.parallel.call_chain import CallChain
+from lockstep.parallel.calls.chain import CallChain
 from lockstep.parallel.compiled.side_effects import Function, checked_backend
 
 # What may be compiled: the loss together with the model, the model alone, or each of its repeated blocks.
@@ -19,7 +19,7 @@ MODEL = "the model"
 BLOCKS = "the blocks"
 
 BACKEND: Any = "inductor"
-MOST_VERSIONS = 8  # of one block, for classes of sizes
+MOST_VERSIONS = 8  # the most versions of one block, one for each class of sizes
 
 
 class Target:
@@ -47,7 +47,7 @@ class Target:
         self._modules: list[nn.Module] = []
 
         # One function for all blocks: torch lets them share code only if their backends are equal.
-        compile_any = torch._dynamo.lookup_backend(BACKEND)  # which is a name, or already a function
+        compile_any = torch._dynamo.lookup_backend(BACKEND)  # BACKEND is a name, or already a function
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
             check_time()
@@ -90,7 +90,7 @@ class Target:
             yield
 
     def remove(self) -> None:
-        """Take the compiled code off the model. A compiled function is not on it."""
+        """Take the compiled code off the model. (A compiled loss was never put on it.)"""
         for module in self._modules:
             CallChain.of(module).uncompile()
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.call_arguments import unflatten
-from lockstep.parallel.call_state import Pattern, TrialCall
+from lockstep.parallel.calls.arguments import unflatten
+from lockstep.parallel.calls.state import Pattern, TrialCall
 from lockstep.parallel.cudagraph.device import CudaDevice, Work
 
 
@@ -48,7 +48,7 @@ class Capture:
 
         # Conditions for a replay. GraphedCall sets and checks them.
         self.compared = False  # whether a replay was compared with an eager call
-        self.addresses: list[int] = []  # of the tensors that a replay reads in place
+        self.addresses: list[int] = []  # addresses of the tensors that a replay reads in place
         self.callables: list[Any] = []  # submodules and functions at the time of the capture
 
         # What it cost.
@@ -101,7 +101,7 @@ class Capture:
             return _copies(self.trial.outputs)
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay a backward: one gradient (or None) per differentiable output in, one per source out."""
+        """Replay a backward. Takes a gradient, or None, for each differentiable output; returns one for each source."""
         pattern = tuple(gradient is not None for gradient in grad_outputs)
         if pattern not in self._backwards:
             # GraphedCall captures again with this pattern.

@@ -12,15 +12,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.call_arguments import OpaqueValue
-from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
+from lockstep.parallel.calls.arguments import OpaqueValue
+from lockstep.parallel.calls.state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.device import CudaDevice
 
 # Relative to the norm of the tensor. Kernels without a fixed order of additions cause rounding differences; a wrong
 # replay differs by more.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-LOW_TOLERANCE = 3e-2  # for computations in 16 bits or less
+LOW_TOLERANCE = 3e-2  # the tolerance for computations in 16 bits or less
 
 
 def dry_run(

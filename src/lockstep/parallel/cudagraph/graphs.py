@@ -5,9 +5,6 @@ compiled as one graph, and only while all that it reads is unchanged (compiled/i
 (shapes, modes, other arguments) goes through the same stages: a few eager calls are timed, to see whether the device
 waits for the host; then the call is tested, captured, and compared with an eager call; from then on it is replayed. If
 a variant is not replayed, the reason is logged.
-
-Two alternatives were measured: `torch.compile(mode="reduce-overhead")` needs tens of seconds to compile and does not
-trace every model; `torch.cuda.make_graphed_callables` gives wrong gradients when they are accumulated.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.call_state import StateSnapshot, TrialCall
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten
+from lockstep.parallel.calls.chain import CallChain, Link
+from lockstep.parallel.calls.state import StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
@@ -35,10 +32,10 @@ WARMUP_CALLS = 5  # eager calls before a capture; the first ones compile, tune a
 LAUNCH_BOUND = 0.5  # a call is launch-bound if the host needs at least this fraction of the device's time to launch it
 FEW_CAPTURES = 8  # so many captures are made whatever memory they take
 MEMORY_SHARE = 0.15  # further ones are made while all of them together take at most this part of the device's memory
-MAX_VARIANTS = 256  # with or without a capture
+MAX_VARIANTS = 256  # the most variants of a call that are kept, with or without a capture
 MAX_MOVES = 2  # how often tensors may move, or submodules be replaced, before a variant is no longer captured
 MAX_PATTERNS = 6  # patterns of outputs with gradients per variant, each with its own backward
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class GraphedCall(Link):
@@ -76,7 +73,7 @@ class GraphedCall(Link):
         # capture, since a submodule may have been replaced.
         self._modules = list(self.model.modules())
         self._attributes = ModelAttributes(self._modules)
-        self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
+        self._hooks = [getattr(module, name) for module in self._modules for name in MODULE_HOOK_ATTRIBUTES]
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

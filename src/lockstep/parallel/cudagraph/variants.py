@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_state import PLAIN_TYPES, Pattern, own_attributes
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten
+from lockstep.parallel.calls.state import PLAIN_TYPES, Pattern, own_attributes
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.device import CudaDevice
 
@@ -52,7 +52,7 @@ class Variant:
     First `calls` counts up to WARMUP_CALLS, then `capture` is set, then it is `ready`; or it is `refused` for good.
     """
 
-    name: str  # for the log
+    name: str  # the name of the variant in the log
     training: bool  # called with gradients; graph=true requires that such a variant is captured
     calls: int = 0
     all_calls: int = 0  # replays, too

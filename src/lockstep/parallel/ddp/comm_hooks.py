@@ -55,7 +55,7 @@ class CommHook:
         """
         raise NotImplementedError
 
-    def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
+    def prepare(self, grad_output: Tensor, control_word: ControlWord | None) -> None:
         """Called before every backward, with the loss scale (0 for padding).
 
         Before the last backward of a step it also gets the control word.
@@ -63,7 +63,7 @@ class CommHook:
 
     @property
     def stateful(self) -> dict[str, Any]:
-        """The objects that a checkpoint must hold, by name: see `Driver`."""
+        """The objects that a checkpoint must hold, by name."""
         return {}
 
     def finish(self) -> None:
@@ -145,7 +145,12 @@ class HalfHook(CommHook):
         for work in works:
             work.wait()
 
-        bucket.buffer.copy_(half).div_(self.ranks if scale is None else scale * self.ranks)
+        # One division after the other: the scale of a bucket of tiny gradients times the ranks may be inf.
+        bucket.buffer.copy_(half)
+        if scale is not None:
+            bucket.buffer.div_(scale)
+
+        bucket.buffer.div_(self.ranks)
         for word, mean in zip(words, mean_words, strict=True):
             word.copy_(mean)
 

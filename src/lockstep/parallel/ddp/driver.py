@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
@@ -16,22 +16,15 @@ from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.ddp.comm_hooks import CommHook, WideHook
-from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
+from lockstep.parallel.ddp.hook_table import COMM_HOOKS, HookArguments
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
-from lockstep.parallel.driver import (
-    Driver,
-    DriverSetup,
-    backward,
-    broadcast_model,
-    check_reached,
-    norms_of_gradients,
-    sum_with_word,
-)
+from lockstep.parallel.driver import Driver, DriverSetup, broadcast_model
 from lockstep.parallel.exact.hook import OrderedHook
 from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
+from lockstep.parallel.gradients import have_gradients, sum_used, sum_with_word
+from lockstep.parallel.micro_batches import MicroBatchDriver, backward, check_reached
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
-from lockstep.runtime.shards import in_memory_order_of
 from lockstep.task import MicroBatch
 
 # The option that broadcasts buffers before every forward; torch 2.13 renamed it.
@@ -65,21 +58,21 @@ class _WithControlWord(nn.Module):
         return total
 
 
-class DDPDriver(Driver):
+class DDPDriver(MicroBatchDriver):
     """Replicas of the model. torch's DDP reduces their gradients in buckets while the backward runs.
 
-    The task calls its own model, which is not wrapped. In its forward DDP only prepares for the backward that follows,
-    so it gets the loss instead, right before the last backward of a step. Which part of the model was called, and how
-    often, makes no difference to it.
+    The task calls its own model, which is not wrapped. All that DDP does in its own forward is to prepare for the
+    backward that follows. So it gets the loss instead of a batch, right before the last backward of a step, and it does
+    not matter which part of the model the loss has called, or how often.
     """
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
         config, runtime = setup.config.ddp, setup.runtime
-        super().__init__(model, setup, reducer=OrderedBuckets if setup.config.exact else None)
+        super().__init__(model, setup, exact_reducer=OrderedBuckets if setup.config.exact else None)
 
         # DDP and its hooks leave the mean over ranks. Exact mode leaves sums: dividing by 3 ranks would round, while
         # dividing by 2 does not.
-        self.to_sum = 1.0 if self.reducer else float(runtime.world.size)
+        self.to_sum = 1.0 if self.exact_reducer else float(runtime.world.size)
 
         # The control word is one more parameter. Frozen tensors are not reduced.
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=self.codec.dtype, device=runtime.device))
@@ -87,9 +80,13 @@ class DDPDriver(Driver):
         self._frozen = _frozen_names(model)
         leave_out(carrier, [f"module.{name}" for name in self._frozen])
 
+        bucket_mb = config.bucket_mb
+        if bucket_mb == "auto":
+            bucket_mb = bucket_mb_for([*self.parameters.values()])
+
         self._ddp = FixedBucketsDDP(
             carrier,
-            bucket_cap_mb=bucket_mb_for(self.parameters) if config.bucket_mb == "auto" else config.bucket_mb,
+            bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
             # DDP would also broadcast in evaluations, in which ranks may run different numbers of forwards.
@@ -98,23 +95,25 @@ class DDPDriver(Driver):
 
         group = self._ddp.process_group
         assert group is not None
-        if isinstance(self.reducer, OrderedBuckets):
-            self.hook: CommHook | None = OrderedHook(self._word_parameter, group, self.reducer)
+        if isinstance(self.exact_reducer, OrderedBuckets):
+            self.hook: CommHook | None = OrderedHook(self._word_parameter, group, self.exact_reducer)
         else:
             self.hook = self._make_hook(group, config, setup.config.seed)
 
+        # A hook may have a state that a checkpoint must hold, such as the errors of PowerSGD.
         if self.hook:
             self._ddp.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
-            self.stateful = self.hook.stateful
+            for name, stateful in self.hook.stateful.items():
+                setup.register(name, stateful)
 
         # The ids of the parameters that the last backward reached. Not needed if gradients are views of buckets:
         # `_check_complete` then looks at the gradients themselves.
         self._reached = reached = set[int]()
         if not config.gradient_as_bucket_view:
-            for parameter in self.parameters:
+            for parameter in self.parameters.values():
                 parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
 
-        self._counts_gradients = True  # in the first backward that reduces, see `_each_gradient_once`
+        self._counts_gradients = True  # until the first backward that reduces, see `_each_gradient_once`
         self.broadcasts_buffers = config.broadcast_buffers
         self.sync_buffers()
 
@@ -122,8 +121,8 @@ class DDPDriver(Driver):
     def codec(self) -> ControlWordCodec:
         # The word shares a bucket with the last parameter, but half precision has too few bits for its integers, and on
         # many ranks the mean of float32 has too few as well. A word of another dtype gets a bucket of its own.
-        in_bucket = torch.promote_types(self.parameters[-1].dtype, torch.float32)
-        fits = mean_is_exact(self.runtime.world.size) and not self.reducer
+        in_bucket = torch.promote_types(_last_dtype(self.parameters), torch.float32)
+        fits = mean_is_exact(self.runtime.world.size) and not self.exact_reducer
         return ControlWordCodec(self.runtime.device, in_bucket if fits else torch.float64)
 
     def begin_pass(self) -> None:
@@ -141,13 +140,13 @@ class DDPDriver(Driver):
         named = {name: buffer for name, buffer in self.model.named_buffers() if name not in self._frozen}
         broadcast_buffers(named, self.runtime.collectives)
 
-    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+    def _backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         split_graphs(None)
         if self.hook:
-            self.hook.prepare(grad_output, word)
+            self.hook.prepare(grad_output, control_word)
 
         # Before the last backward of the step, gradients only accumulate on this rank.
-        if word is None:
+        if control_word is None:
             backward((total,), (grad_output,))
             return
 
@@ -156,24 +155,23 @@ class DDPDriver(Driver):
             total = self._ddp(total)
 
         # DDP divides by the world size, so the control word is multiplied by it first.
-        packed = self.codec.pack(word, factor=self.to_sum)
+        packed = self.codec.pack(control_word, factor=self.to_sum)
         with self._each_gradient_once() if self._counts_gradients else nullcontext():
             backward((total, self._word_parameter), (grad_output, packed))
 
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.
         self._check_complete()
         assert self._word_parameter.grad is not None
-        return self._word_parameter.grad, norms_of_gradients(self)
+        return self._word_parameter.grad, self.norms_of_gradients()
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         parameter = self._word_parameter
         if config.hook != "none":
-            named = dict(self.named)
-            return HOOKS[config.hook].make(HookArguments(parameter, group, named, config, seed))
+            return COMM_HOOKS[config.hook].make(HookArguments(parameter, group, self.parameters, config, seed))
 
         # Without a hook, DDP would sum bf16 gradients in bf16.
-        return WideHook(parameter, group) if self.parameters[-1].dtype == torch.bfloat16 else None
+        return WideHook(parameter, group) if _last_dtype(self.parameters) == torch.bfloat16 else None
 
     @contextmanager
     def _each_gradient_once(self) -> Iterator[None]:
@@ -190,7 +188,10 @@ class DDPDriver(Driver):
                 raise gradient_in_parts(f"the gradient of {name!r}")
             seen.add(name)
 
-        hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: count(name)) for name, p in self.named]
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda _, name=name: count(name))
+            for name, p in self.parameters.items()
+        ]
         try:
             yield
         finally:
@@ -204,14 +205,14 @@ class DDPDriver(Driver):
         """
         # After the reduction, a gradient is a view of its bucket.
         if self._ddp.gradient_as_bucket_view:
-            missed = [name for name, p in self.named if p.grad is None or not p.grad._is_view()]
+            missed = [name for name, p in self.parameters.items() if p.grad is None or not p.grad._is_view()]
         else:
-            missed = [name for name, p in self.named if id(p) not in self._reached]
+            missed = [name for name, p in self.parameters.items() if id(p) not in self._reached]
 
-        check_reached(missed, len(self.names))
+        check_reached(missed, len(self.parameters))
 
 
-class FlatReduceDriver(Driver):
+class FlatReduceDriver(MicroBatchDriver):
     """Replicas whose gradients are reduced together, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while the backward runs. But it works with any autograd graph:
@@ -219,30 +220,27 @@ class FlatReduceDriver(Driver):
     """
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
-        super().__init__(model, setup, reducer=OrderedReplicas if setup.config.exact else None)
+        super().__init__(model, setup, exact_reducer=OrderedReplicas if setup.config.exact else None)
         self.broadcasts_buffers = setup.config.ddp.broadcast_buffers
         broadcast_model(model, setup.runtime.collectives)
 
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        # The first sum carries the control word and counts the ranks that used each parameter.
-        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
-        packed, users = sum_with_word(self, word, used)
+    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        if isinstance(self.exact_reducer, OrderedReplicas):
+            packed = self.exact_reducer.reduce(control_word, self.codec)
+        else:
+            packed = self._sum_gradients(control_word)
 
-        # A parameter that no rank uses gets no gradient, so that the optimizer skips it, as in a single process.
-        used_anywhere = [p for p, count in zip(self.parameters, users.tolist(), strict=True) if count > 0]
+        return packed, self.norms_of_gradients()
 
-        # One all-reduce for each dtype, in the same order on all ranks (which a set would not guarantee).
-        for dtype in dict.fromkeys(p.dtype for p in used_anywhere):
-            parameters = [p for p in used_anywhere if p.dtype == dtype]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            flat = torch.cat([grad.flatten() for grad in grads])
-
-            # Half-precision gradients are added in float32 and rounded once.
-            flat = self.runtime.collectives.all_reduce_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
-            for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                p.grad = in_memory_order_of(p, summed.view(p.shape))
-
-        return packed, norms_of_gradients(self)
+    def _sum_gradients(self, control_word: ControlWord) -> Tensor:
+        """Sum the gradients over all ranks, and return the summed control word."""
+        # The first sum carries the control word and counts the ranks that used each parameter. On a GPU the host waits
+        # for it, because it decides what the next sums are.
+        parameters = [*self.parameters.values()]
+        collectives = self.runtime.collectives
+        packed, users = sum_with_word(self.codec, control_word, have_gradients(parameters), collectives)
+        sum_used(parameters, users.tolist(), collectives)
+        return packed
 
 
 def make_driver(model: nn.Module, setup: DriverSetup) -> Driver:
@@ -258,6 +256,11 @@ def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
     """
     size = sum(p.nbytes for p in parameters) / 2**20
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, size / 4))
+
+
+def _last_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
+    """Return the dtype of the last parameter, with which the control word shares a bucket if it can."""
+    return [*parameters.values()][-1].dtype
 
 
 def gradient_in_parts(what: str) -> UserError:

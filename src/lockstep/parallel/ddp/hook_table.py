@@ -21,7 +21,7 @@ class HookArguments:
 
     word_parameter: nn.Parameter  # the parameter whose gradient is the control word
     group: dist.ProcessGroup
-    named: dict[str, nn.Parameter]  # the model's trainable parameters
+    parameters: dict[str, nn.Parameter]  # the model's trainable parameters by name
     config: DDPConfig
     seed: int
 
@@ -29,14 +29,14 @@ class HookArguments:
 @dataclass(frozen=True)
 class HookKind:
     make: Callable[[HookArguments], CommHook]
-    about: Callable[[DDPConfig], str]  # returns a line for the banner
+    banner: Callable[[DDPConfig], str]  # returns a line for the banner
 
 
-def _about_half(bits: int, config: DDPConfig) -> str:
+def _half_banner(bits: int, config: DDPConfig) -> str:
     return f"{config.hook}: gradients are sent and added with {bits} significant bits; sums are rounded accordingly"
 
 
-def _about_powersgd(config: DDPConfig) -> str:
+def _powersgd_banner(config: DDPConfig) -> str:
     feedback = "added to the next step" if config.error_feedback else "lost (ddp.error_feedback=false)"
     return (
         f"powersgd: from step {config.powersgd_start} on, matrices are sent as products of rank "
@@ -44,8 +44,10 @@ def _about_powersgd(config: DDPConfig) -> str:
     )
 
 
-HOOKS = {
-    "fp16": HookKind(lambda a: HalfHook(a.word_parameter, a.group, torch.float16), partial(_about_half, 11)),
-    "bf16": HookKind(lambda a: HalfHook(a.word_parameter, a.group, torch.bfloat16), partial(_about_half, 8)),
-    "powersgd": HookKind(lambda a: PowerSGDHook(a.word_parameter, a.group, a.named, a.config, a.seed), _about_powersgd),
+COMM_HOOKS = {
+    "fp16": HookKind(lambda a: HalfHook(a.word_parameter, a.group, torch.float16), partial(_half_banner, 11)),
+    "bf16": HookKind(lambda a: HalfHook(a.word_parameter, a.group, torch.bfloat16), partial(_half_banner, 8)),
+    "powersgd": HookKind(
+        lambda a: PowerSGDHook(a.word_parameter, a.group, a.parameters, a.config, a.seed), _powersgd_banner
+    ),
 }

@@ -89,7 +89,7 @@ class PowerSGDHook(CommHook):
     def compresses(self) -> bool:
         return self.steps >= self.first_step and bool(self.matrices)
 
-    def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
+    def prepare(self, grad_output: Tensor, control_word: ControlWord | None) -> None:
         """Start the all-reduce of `_unit`: global weight x loss scale.
 
         The reduction needs it before the control word is reduced, so it is sent separately.
@@ -99,8 +99,8 @@ class PowerSGDHook(CommHook):
 
         # The maximum over micro-batches, to ignore padding, whose loss scale is 0.
         self._scale = torch.maximum(self._scale, grad_output.double())
-        if word is not None:
-            self._unit = self._scale * word.weight
+        if control_word is not None:
+            self._unit = self._scale * control_word.weight
             self._unit_work = self.start_reduce(self._unit)
             self._scale = torch.zeros_like(self._scale)
 

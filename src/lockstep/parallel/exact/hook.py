@@ -68,9 +68,9 @@ class OrderedHook(CommHook):
         self.through_host = word_parameter.device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
 
-    def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
+    def prepare(self, grad_output: Tensor, control_word: ControlWord | None) -> None:
         # DDP runs the hook only in the last backward of a step, which has the control word.
-        if word is not None:
+        if control_word is not None:
             self._roots_by_rank = self._reducer.roots_by_rank()
 
     def finish(self) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.windows import rank_range
-from lockstep.parallel.driver import Driver, check_reached, norms_of_gradients, sum_with_word
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
+from lockstep.parallel.gradients import sum_with_word
+from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver, check_reached
 from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.step_parts import Reducer
-from lockstep.runtime.control_word import ControlWord
+from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
 
 Gradients = dict[int, Tensor]  # gradient sums over one or more micro-batches, by the id of the parameter
@@ -34,10 +34,10 @@ def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
     return left
 
 
-class OrderedReducer(Reducer):
-    """Adds the micro-batches of one process, in order, and keeps at most log2(their number) partial sums."""
+class OrderedTree(ExactReducer):
+    """Adds the micro-batches of this rank, in order, and keeps at most log2(their number) partial sums."""
 
-    def __init__(self, driver: Driver):
+    def __init__(self, driver: MicroBatchDriver):
         self.driver = driver
         self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # the gradients of this rank's micro-batches
 
@@ -50,21 +50,13 @@ class OrderedReducer(Reducer):
 
     def after_backward(self, progress: StepProgress) -> None:
         # Padding has gradients of zeros, which are no part of the sum.
-        parameters = self.driver.parameters
+        parameters = self.driver.parameters.values()
         if self.subtree is not None:
             self.tree.push(self.subtree, {id(p): p.grad for p in parameters if p.grad is not None})
 
         # The next backward must not add to them.
         for parameter in parameters:
             parameter.grad = None
-
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        # A parameter that no micro-batch has reached keeps no gradient.
-        summed = self.tree.finish()
-        for parameter in self.driver.parameters:
-            parameter.grad = summed.get(id(parameter))
-
-        return self.driver.reduce(word)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         # By rows, as for sharded parameters, so that norms have the same bits.
@@ -75,10 +67,20 @@ class OrderedReducer(Reducer):
         total = count_micro_batches(self._progress)
         size = self.driver.runtime.world.size
         ranges = [rank_range(total, rank, size) for rank in range(size)]
-        return [roots_of(micros.start, micros.stop) for micros in ranges]
+        return [roots_of(indices.start, indices.stop) for indices in ranges]
 
 
-class OrderedBuckets(OrderedReducer):
+class OrderedReducer(OrderedTree):
+    """The sums of a single process."""
+
+    def finish(self) -> None:
+        # A parameter that no micro-batch has reached keeps no gradient.
+        summed = self.tree.finish()
+        for parameter in self.driver.parameters.values():
+            parameter.grad = summed.get(id(parameter))
+
+
+class OrderedBuckets(OrderedTree):
     """Replicas under DDP. In the last backward, a hook adds the partial sums of all ranks (hook.py)."""
 
     def after_backward(self, progress: StepProgress) -> None:
@@ -86,51 +88,51 @@ class OrderedBuckets(OrderedReducer):
         if progress.is_last_micro_batch:
             return
 
-        driver = self.driver
-        missed = [name for name, p in driver.named if p.grad is None]
-        check_reached(missed, len(driver.names))
+        parameters = self.driver.parameters
+        check_reached([name for name, p in parameters.items() if p.grad is None], len(parameters))
         super().after_backward(progress)
 
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        return self.driver.reduce(word)
 
-
-class OrderedReplicas(OrderedReducer):
+class OrderedReplicas(OrderedTree):
     """Replicas that reduce the roots of all ranks after the last backward.
 
     A parameter may have no gradient in some micro-batches, or in all of them.
     """
 
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Add the roots of all ranks in the order of the tree. One collective, and two more for each group below."""
-        driver = self.driver
+    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> Tensor:
+        """Add the roots of all ranks in the order of the tree, and return the summed control word.
+
+        One collective finds out which gradients there are, and two more add those of each group below.
+        """
+        parameters = [*self.driver.parameters.values()]
+        collectives = self.driver.runtime.collectives
         roots_by_rank = self.roots_by_rank()
-        first = sum(map(len, roots_by_rank[: driver.runtime.world.rank]))  # the index of this rank's first root
+        first = sum(map(len, roots_by_rank[: collectives.world.rank]))  # the index of this rank's first root
 
         # Whether a root has a gradient for a parameter [roots, parameters]. Adding zeros for a missing gradient instead
         # would turn -0.0 into 0.0.
-        local_flags = torch.zeros(sum(map(len, roots_by_rank)), len(driver.parameters), dtype=torch.float64)
+        local_flags = torch.zeros(sum(map(len, roots_by_rank)), len(parameters), dtype=torch.float64)
         for index, (_, gradients) in enumerate(self.tree.roots, first):
-            local_flags[index] = torch.tensor([id(p) in gradients for p in driver.parameters])
+            local_flags[index] = torch.tensor([id(p) in gradients for p in parameters])
 
         # On a GPU the host waits here, because the sizes of the messages below depend on the result.
-        packed, counts = sum_with_word(driver, word, local_flags.flatten())
+        packed, counts = sum_with_word(codec, control_word, local_flags.flatten(), collectives)
         has_gradient = counts.view_as(local_flags).bool().cpu()
 
         # Parameters of the same dtype, with gradients in the same roots, are reduced together.
         groups: dict[tuple[torch.dtype, tuple[bool, ...]], list[nn.Parameter]] = {}
-        for parameter, present in zip(driver.parameters, has_gradient.T.tolist(), strict=True):
+        for parameter, present in zip(parameters, has_gradient.T.tolist(), strict=True):
             parameter.grad = None
             if any(present):
                 groups.setdefault((parameter.dtype, tuple(present)), []).append(parameter)
 
         # The groups come in the same order on all ranks, since they follow from flags that all ranks have.
-        for (_, present), parameters in groups.items():
+        for (_, present), group in groups.items():
             local_roots = [gradients for index, (_, gradients) in enumerate(self.tree.roots, first) if present[index]]
-            self._add_in_order(parameters, local_roots, roots_by_rank, present)
+            self._add_in_order(group, local_roots, roots_by_rank, present)
 
         self.tree.roots.clear()
-        return packed, norms_of_gradients(driver)
+        return packed
 
     def _add_in_order(
         self,

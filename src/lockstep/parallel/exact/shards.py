@@ -15,9 +15,9 @@ from lockstep.parallel.driver import no_gradient
 from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.torch_private import ReduceScatter
+from lockstep.parallel.micro_batches import ExactReducer
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.sharded import ShardedDriver
-from lockstep.parallel.step_parts import Reducer
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.shards import local
 from lockstep.task import MicroBatch
@@ -31,7 +31,7 @@ class Turn(NamedTuple):
     is_last: bool
 
 
-class OrderedShards(Reducer):
+class OrderedShards(ExactReducer):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
     So the ranks take micro-batches in turn: with N ranks, turn k of a step computes micro-batches kN .. kN+N-1, one on
@@ -41,7 +41,7 @@ class OrderedShards(Reducer):
     def __init__(self, driver: ShardedDriver):
         self.driver = driver
         self.turn: Turn | None = None  # None outside a step
-        self._scalars = [p for p in driver.parameters if p.dim() == 0]
+        self._scalars = [p for p in driver.parameters.values() if p.dim() == 0]
 
         # One for each parameter group, since each needs its own tree.
         sharded = [module for module in driver.model.modules() if isinstance(module, FSDPModule)]
@@ -62,7 +62,7 @@ class OrderedShards(Reducer):
         number = self.turn.number + 1 if self.turn else 0
         self.turn = Turn(number, count_micro_batches(progress), progress.is_last_micro_batch)
 
-        for parameter in self.driver.parameters:
+        for parameter in self.driver.parameters.values():
             parameter.grad = None  # FSDP would add to it, but only the last turn leaves the sum
 
     def after_backward(self, progress: StepProgress) -> None:
@@ -73,7 +73,8 @@ class OrderedShards(Reducer):
         no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.driver.runtime.device)
         return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Do what `MicroBatchDriver.reduce` does, after checking that every tree of the step is complete."""
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(
@@ -86,11 +87,11 @@ class OrderedShards(Reducer):
             self._reduce_scalars()
 
         # The norms of shards, and the control word, in one collective.
-        grads = [p.grad for p in self.driver.parameters if p.grad is not None]
+        grads = [p.grad for p in self.driver.parameters.values() if p.grad is not None]
         if not grads:
             raise no_gradient()
 
-        words, rows = self._gather_rows(grads, self.driver.codec.pack(word))
+        words, rows = self._gather_rows(grads, self.driver.codec.pack(control_word))
         packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         self.turn = None
         return packed, torch.stack([norm_of_rows(norms) for norms in rows])

@@ -46,7 +46,7 @@ class TreeSum(Generic[T]):
 
     def __init__(self, add: Callable[[T, T], T]):
         self.add = add
-        self.roots: list[tuple[Subtree, T]] = []  # in order; no two of them can be added yet
+        self.roots: list[tuple[Subtree, T]] = []  # subtrees in order; no two of them can be added yet
 
     def push(self, subtree: Subtree, value: T) -> None:
         """Push the sum `value` of a subtree, which must follow the subtrees pushed so far."""

@@ -46,15 +46,15 @@ class CollectiveCheck:
         model: nn.Module,
         runtime: Runtime,
         stages: Sequence[nn.Module] | None = None,
-        dp_ranks: Collectives | None = None,
+        dp_group: Collectives | None = None,
     ):
         """Install the comparison on all parameter groups.
 
-        `model` is sharded over all ranks. In a pipeline, only this rank's `stages` are, over their `dp_ranks`.
+        `model` is sharded over all ranks. In a pipeline, only this rank's `stages` are, over their `dp_group`.
         """
         self.runtime = runtime
         self.steps = 0
-        self.among = dp_ranks or runtime.collectives
+        self.among = dp_group or runtime.collectives
         self.groups: list[list[str]] = []  # the parameter names of each parameter group
         self._in_mesh = False  # whether mesh.tp or mesh.pp is set, which excludes strategy=zero1
 

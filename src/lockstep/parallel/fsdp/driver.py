@@ -30,11 +30,11 @@ from lockstep.parallel.driver import DriverSetup, broadcast_model
 from lockstep.parallel.exact.shards import OrderedShards
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
+from lockstep.parallel.gradients import broadcast_unsharded_gradients, count_and_sum
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.meta.init import fill_model
 from lockstep.parallel.sharded import ShardedDriver
-from lockstep.parallel.tensor.driver import broadcast_unsharded_gradients, reduce_replicas
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
@@ -55,9 +55,9 @@ class FSDPDriver(ShardedDriver):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
         _check_shardable(model, config)
-        self._keeps_gathered = config.strategy_record.keeps_gathered
-        self._tp = axes.along("tp") if axes else None
-        self._dp_ranks = axes.along("dp") if axes else runtime.collectives
+        self._reshard_after_forward = config.strategy_record.reshard_after_forward
+        self._tp_group = axes.along("tp") if axes else None
+        self._dp_group = setup.dp_group
 
         blocks = find_blocks(model, config.blocks)
         separate_blocks = blocks_without_shared_parameters(blocks, model)
@@ -80,12 +80,14 @@ class FSDPDriver(ShardedDriver):
         configure_sharding(model)
 
         # Exact mode adds gradients of one turn after another, and a turn has a micro-batch of each rank.
-        role = replace(setup.role, in_turn=config.exact)
-        super().__init__(model, setup, self._dp_ranks, role, OrderedShards if config.exact else None)
+        banner = describe_blocks(len(blocks), len(separate_blocks))
+        role = replace(setup.role, in_turn=config.exact, banner=banner)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
+
+        # The constructor below puts the user's hooks around it: they are called before the ranks compare.
         self._collective_check = CollectiveCheck(model, runtime)
-        self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
-        self.facts = describe_blocks(len(blocks), len(separate_blocks))
+        super().__init__(model, setup, role, OrderedShards if config.exact else None)
+        self._graph_is_retained = False  # the loss computed a gradient itself, and the backward needs its graph again
 
         if is_meta:
             self.sync_buffers()  # each rank initialised its own
@@ -94,16 +96,16 @@ class FSDPDriver(ShardedDriver):
         super().begin_pass()
         self._collective_check.begin_pass()
 
-    def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+    def _use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.
-        if self._tp:
-            super().use_parameter_hooks(hooks)
+        if self._tp_group:
+            super()._use_hooks(hooks)
             return
 
         # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
         # just before its reduction. If a block is called more than once, its gradient may come in parts; for a linear
         # hook that makes no difference.
-        by_parameter = {id(p): hooks[name] for name, p in self.named if name in hooks}
+        by_parameter = {id(self.parameters[name]): own for name, own in hooks.items()}
 
         for module in self._sharded_modules():
             ids = [(p, id(torch_private.shard(p))) for p in torch_private.grouped_parameters(module)]
@@ -122,7 +124,7 @@ class FSDPDriver(ShardedDriver):
     def many_forwards(self) -> Iterator[str | None]:
         # Every token of a generated text would gather the whole model again, so keep it gathered if memory allows.
         modules = self._sharded_modules()
-        stays_gathered = self._keeps_gathered or _has_room(self.model, self.runtime)
+        stays_gathered = not self._reshard_after_forward or _has_room(self.model, self.runtime)
 
         for module in modules:
             module.set_reshard_after_forward(not stays_gathered, recurse=False)
@@ -137,20 +139,20 @@ class FSDPDriver(ShardedDriver):
         finally:
             # Restore the configured setting, and reshard everything.
             for module in modules:
-                module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
+                module.set_reshard_after_forward(self._reshard_after_forward, recurse=False)
                 module.reshard()
 
             # A failed backward leaves gradients, to which the first step would add.
             for _, full in self._gathered():
                 full.grad = None
 
-    def drop_gathered(self) -> None:
+    def reshard(self) -> None:
         for module in self._sharded_modules():
             module.reshard()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
-        if self._tp and not self._tp.world.alone:
+        if self._tp_group and not self._tp_group.world.alone:
             refuse_second_derivative(inner, self.leaf_names())
 
         # The second backward needs the gathered weights too, but does not run FSDP's hooks to gather them again. A
@@ -164,17 +166,17 @@ class FSDPDriver(ShardedDriver):
         names = super().leaf_names()
         return names | {id(full): names[id(sharded)] for sharded, full in self._gathered() if id(sharded) in names}
 
-    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+    def _backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         if self._graph_is_retained:
             self._backward_through_gradients(total, grad_output)
         else:
-            super()._backward(total, grad_output, word)
+            super()._backward(total, grad_output, control_word)
 
         # The first step is enough: blocks return outputs of the same structure in all steps.
         if self._collective_check.steps == 1:
             self._check_reduced()
 
-        if word is not None:
+        if control_word is not None:
             self._collective_check.compare(END)
 
     def _backward_through_gradients(self, total: Tensor, grad_output: Tensor) -> None:
@@ -221,10 +223,17 @@ class FSDPDriver(ShardedDriver):
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
+    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        # The norms of exact mode are gathered with the control word.
+        if isinstance(self.exact_reducer, OrderedShards):
+            return self.exact_reducer.reduce(control_word)
+
+        return super().reduce(control_word)
+
     def _reduce_gradients(self) -> None:
-        reduce_replicas(self._scalars, self._dp_ranks)
-        if self._tp:
-            broadcast_unsharded_gradients(self.parameters, self._tp)
+        count_and_sum(self._scalars, self._dp_group)
+        if self._tp_group:
+            broadcast_unsharded_gradients([*self.parameters.values()], self._tp_group)
 
 
 def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: DeviceMesh) -> None:
@@ -232,7 +241,7 @@ def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: Dev
     fully_shard(
         module,
         mesh=mesh,
-        reshard_after_forward=not config.strategy_record.keeps_gathered,
+        reshard_after_forward=config.strategy_record.reshard_after_forward,
         # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.stores_bf16 else None),
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Hooks = Mapping[int, Callable[..., Any]]  # by torch's hook id
+Hooks = Mapping[int, Callable[..., Any]]  # the hooks by torch's hook id
 
 SCALES = (2.0**-80, 2.0**-40, 2.0**-20, 2.0, 2.0**20, 2.0**40)  # powers of two: multiplying by them does not round
 MAX_OBJECTS = 10_000  # objects searched per hook: beyond that, it is data rather than the state of a hook

@@ -130,7 +130,7 @@ class _Filling:
 
     blocks: set[int]  # ids of modules
     shard: Callable[[nn.Module], Any]
-    digest: int = 0  # of all weights so far
+    digest: int = 0  # digest of all weights so far
     # (empty tensor, initialised tensor), by the id of the empty one, so that tied parameters stay tied. Holding the
     # empty tensor ensures that its id is not reused.
     _filled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class _Filling:
             setattr(module, key, self._filled[id(empty)][1])
 
     def _initialise(self, empty: Tensor, name: str) -> Tensor:
-        """Return an empty tensor with its values. It has the user's `name` in errors."""
+        """Return the tensor that replaces an empty one, with its values. Errors call it `name`."""
         recipe = memories.recipe(empty)
 
         # On the CPU, so that the device need not hold even one full block.

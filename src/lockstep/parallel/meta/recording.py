@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved_bytes = 0  # of contents that cannot be replayed
+        self._saved_bytes = 0  # bytes of contents that cannot be replayed
         self._trimmer = MemoryTrimmer()
         self._paused = False
         self._exposed: list[tuple[torch.UntypedStorage, Memory]] = []  # exposed original memories of parameters

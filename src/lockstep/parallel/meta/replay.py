@@ -31,7 +31,7 @@ class View(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # in elements
+    offset: int  # offset in elements
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
@@ -49,7 +49,7 @@ class Memory:
     nbytes: int
     value: Value | None = None  # None: its content cannot be replayed
     empty: bool = False  # there is no real memory, only the recorded value
-    exposed: bool = False  # to code that is not recorded (numpy) and may change the content; it is saved at every use
+    exposed: bool = False  # code that is not recorded (numpy) may change the content, so it is saved at every use
     saved: Tensor | None = None  # all bytes, when they were last used
 
 
@@ -85,15 +85,15 @@ class GeneratorState(NamedTuple):
 class Call:
     """A recorded call of one of torch's functions, which can be replayed."""
 
-    number: int  # in the order of the calls
+    number: int  # position in the order of the calls
     function: Callable[..., Any]
-    args: Any  # with an Operand for every tensor
+    args: Any  # arguments with an Operand for every tensor
     kwargs: Any
     state: Tensor | None = None  # the state of torch's default generator, if the call draws from it
     unset: bool = False  # whether the call only allocates memory, as torch.empty does
     operands: list[Operand] = field(default_factory=list)
     results: list[tuple[int, Memory, View]] = field(default_factory=list)  # new memories, with the index of the result
-    values: list[Value] = field(default_factory=list)  # of all memories that it creates or writes
+    values: list[Value] = field(default_factory=list)  # values of all memories that it creates or writes
 
     def run(self, storages: dict[Memory, torch.UntypedStorage]) -> None:
         """Replay the call. `storages` holds the actual memory of its operands, and gets that of its results."""

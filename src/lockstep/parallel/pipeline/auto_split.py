@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
-from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.call_state import StateSnapshot, leaves_reached
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten, unflatten
+from lockstep.parallel.calls.chain import CallChain, Link
+from lockstep.parallel.calls.state import StateSnapshot, leaves_reached
 from lockstep.parallel.driver import Autocast
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage, balance, placeholder, too_few_splits
 
@@ -85,8 +85,8 @@ class _Trace:
 
         self.order: list[int] = []  # the numbers of the blocks, in the order of their calls
         self.outputs: list[TracedOutput] = []
-        self.needs: list[set[int]] = []  # for each segment, the ids of the parameters that it uses
-        self.changed: list[set[int]] = []  # for each segment, the ids of buffers outside blocks that it writes into
+        self.needs: list[set[int]] = []  # ids of the parameters that each segment uses
+        self.changed: list[set[int]] = []  # ids of buffers outside blocks that each segment writes into
         self.closed: set[int] = set()  # segments after which no split is possible
 
         # By id, the detached outputs and their segments. Holding the tensors ensures that no id is reused.
@@ -105,7 +105,7 @@ class _Trace:
 
             try:
                 output = self.model(*args, **kwargs)
-            except UserError:  # from the handler
+            except UserError:  # raised by the handler
                 raise
             except Exception as error:
                 raise _cannot_split(self.model, f"its forward failed on the CPU: {_text(error)}") from error

@@ -14,7 +14,7 @@ from lockstep.data.loader import Request, SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.caches import disable_kv_cache
-from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.calls.state import StateSnapshot
 from lockstep.parallel.pipeline.pipeline import model_input
 from lockstep.parallel.pipeline.stages import (
     WHAT_TO_WRITE,

@@ -11,157 +11,133 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
-from lockstep.parallel.driver import (
-    Autocast,
-    DriverSetup,
-    LossFn,
-    Reduced,
-    no_gradient,
-    sum_with_word,
-)
+from lockstep.parallel.batchnorm.statistics import running_statistics
+from lockstep.parallel.driver import Autocast, Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
-from lockstep.parallel.inner_gradients import InnerGradient
+from lockstep.parallel.gradients import sum_with_word
+from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients, LossFn
+from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.pipeline.build import make_stages
-from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
-from lockstep.parallel.pipeline.stages import keep_only, shard_stages, stages_by_tensor
+from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
+from lockstep.parallel.pipeline.stage_gradients import StageGradients, ranks_at
+from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.sharded import ShardedDriver
-from lockstep.parallel.tensor.driver import (
-    apply_plan,
-    broadcast_unsharded_gradients,
-    explain_dtensor_errors,
-    redistribute_gradient,
-    sum_gradients,
-)
+from lockstep.parallel.step_parts import StepParts
+from lockstep.parallel.tensor.driver import apply_plan, explain_dtensor_errors
 from lockstep.parallel.tensor.plans import choose_plan
-from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.shards import full_tensor, squared_norms
-from lockstep.runtime.world import World
+from lockstep.runtime.control_word import ControlWord, ControlWordCodec
+from lockstep.runtime.shards import full_tensor
 from lockstep.task import Loss, StepBatches
 
 
-class PipelineDriver(ShardedDriver):
+class PipelineDriver(Driver):
     """Runs all micro-batches of a step at once, stage by stage."""
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
         """Split `model`, which is a full model on the CPU. A trace of its forward reads two of the samples."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
         assert axes is not None
-        self.mesh = axes.mesh
-        ranks = self.mesh.sizes["pp"]
-        position = self.mesh.coordinate("pp")
-        self._sharded = config.strategy_record.shards_parameters and self.mesh.sizes["dp"] > 1
-        _check(config, self._sharded, runtime, setup.compiled)
+        self._runtime = runtime
+        self._dp_group = setup.dp_group
+        self._tp_group = axes.along("tp")
 
-        self._dp_ranks = axes.along("dp")
-        self._tp = axes.along("tp")
+        sharded = config.strategy_record.shards_parameters and axes.mesh.sizes["dp"] > 1
+        _check(config, sharded, runtime, setup.compiled)
+        split = _split_model(model, setup, axes, sharded)
 
-        # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
-        tp_size = self.mesh.sizes["tp"]
-        plan = choose_plan(model, setup.task, tp_size, runtime.world.size // tp_size) if tp_size > 1 else {}
+        # What the engine sees.
+        self.model = model
+        self.role = _role_in(split, setup, axes.mesh)
+        self.parameters = trainable(model)
+        self._names = list(self.parameters)
+        self._hooks = setup.hooks  # called with the gradient sums of a step
 
-        count = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
-        stages, used = make_stages(model, setup.task, config, setup.data, count, setup.precision)
+        # What sums the gradients.
+        holders = [split.pp_ranks[name] for name in self._names]
+        is_held = [name in split.held for name in self._names]
+        self._gradients = StageGradients(runtime, axes, [*self.parameters.values()], is_held, holders, sharded)
 
-        by_tensor = stages_by_tensor(model, used)
+        # What takes part in the steps.
+        self.parts = StepParts(overlapping=True)
+        self._statistics = running_statistics(model, self._dp_group, split.materialized, setup.log_event)
+        if self._statistics.layers:
+            self.parts.add(self._statistics)
 
-        _check_norms(model, by_tensor)
-        _broadcast_one_by_one(model, runtime)
-
-        # From here on, this rank keeps only the tensors of its own stages, and the buffers that they may write into.
-        local_stages = stages[position::ranks]
-        pp_ranks, held, kept = _place_tensors(model, by_tensor, local_stages, ranks, position)
-        keep_only(model, kept, runtime.device)
-
-        # In the same order as in apply.py: tensor parallelism, compile, FSDP.
-        if plan:
-            local_plan = {layer: style for layer, style in plan.items() if _holds(model, layer, held)}
-            apply_plan(model, local_plan, axes, runtime)
-            for stage in local_stages:
-                explain_dtensor_errors(stage)
-
-        if setup.compiled:
-            for stage in local_stages:
-                stage.compile()
-
-        facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
-
-        # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
-        holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
-        role = replace(
-            setup.role,
-            runs_whole_model=False,
-            pipeline_depth=ranks,
-            holders=holders,
-            held_elsewhere=frozenset(name for name in holders if runtime.world.rank not in holders[name]),
-            duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
-        )
-        super().__init__(model, setup, self._dp_ranks, role, held=kept)
-        self.facts = facts
-        self._held = [name in held for name in self.names]
-        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
-        self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
-
-        check = CollectiveCheck(model, runtime, local_stages, self._dp_ranks) if self._sharded else None
+        check = CollectiveCheck(model, runtime, split.local_stages, self._dp_group) if sharded else None
         self._collective_check = check
+        self._codec = ControlWordCodec(runtime.device, torch.float64)
+        self._inner_gradients = InnerGradients(self._before_inner_gradient)
 
-        self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
+        # What runs the micro-batches.
+        stages_of_remote = {name: split.by_tensor[name] for name in self.role.holders}
+        self._remote = RemoteTensors(model, stages_of_remote, split.materialized)
         self._pipeline = Pipeline(
             model,
-            stages,
+            split.stages,
             config.pp.schedule,
             axes.along("pp"),
             setup.precision.autocast,
-            self._foreign,
+            self._remote,
             self.parts,
-            shard_group=self._dp_ranks if self._sharded else None,
+            shard_group=self._dp_group if sharded else None,
         )
 
-    def begin_pass(self) -> None:
-        super().begin_pass()
-        self._foreign.begin_pass()
+    def _begin_pass(self) -> None:
+        """Begin a step: clear the gradients of the last one."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+        for part in self.parts:
+            part.begin_pass()
+
+        self._remote.begin_pass()
         if self._collective_check:
             self._collective_check.begin_pass()
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
-        self.begin_pass()
-        loss_fn = self.inner_gradients.around(loss_fn)
-        micros = list(batches)
+        self._begin_pass()
+        micro_batches = list(batches)
+
+        def intercepted(model: Any, data: Any) -> Loss:
+            with self._inner_gradients:
+                return loss_fn(model, data)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
         if progress.needs_reference_weight:
-            loss = None
+            first, loss = micro_batches[0], None
             try:
-                loss = self._pipeline.forward(loss_fn, micros[0].data, loss_gradients=True)
+                loss = self._pipeline.forward(intercepted, first.data, loss_gradients=True)
             except UserError as error:
                 self._pipeline.refusal = error  # all ranks raise it, at the end of the step
 
-            progress.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
+            progress.find_reference_weight(first, 0.0 if loss is None else loss.weight)
 
-        self._pipeline.run(micros, loss_fn, progress)
+        self._pipeline.run(micro_batches, intercepted, progress)
         progress.backwards_done = batches.num_micro_batches
         for part in self.parts:
             part.before_all_reduce()
 
-        reduced = self._collect(*self.reduce(progress.control_word()))
+        packed, norms = self._reduce(progress.control_word())
         for part in self.parts:
             part.end_pass(progress)
 
-        return reduced
+        # The norms are those of the parameters of all stages.
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
+        return Reduced(parameters, self._names, norms, packed, self._codec, to_sum=1.0)
 
-    def before_inner_gradient(self, inner: InnerGradient) -> None:
+    def _before_inner_gradient(self, inner: InnerGradient) -> None:
+        """Refuse a gradient of the model that the user's loss computes itself."""
         # Gradients that do not depend on the model are allowed.
-        if not inner.reaches(self.leaf_names(), tensors=self._pipeline.outputs):
+        if not inner.reaches({id(p) for p in self.parameters.values()}, tensors=self._pipeline.outputs):
             return
 
         raise UserError(
@@ -171,150 +147,148 @@ class PipelineDriver(ShardedDriver):
             "set strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
 
-    def _collect(self, packed: Tensor, norms: Tensor) -> Reduced:
-        return replace(super()._collect(packed, norms), names=self.names)  # `norms` covers the parameters of all stages
-
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        # Not inside `autocast()`: the pipeline enters it itself, for the stages and the loss.
+        # The pipeline itself enters autocast, for the stages and for the loss.
         return self._pipeline.forward(loss_fn, data)
 
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self._tp.world.alone and not self._sharded:
-            return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self._gradients.norms(tensors)
 
-        squared = self._tp.all_reduce_(self._dp_ranks.all_reduce_(self._squared_terms(tensors)))
-        return list(squared.sqrt().unbind())
-
-    def fetch(self, name: str, tensor: Tensor) -> Tensor:
+    def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
         holders = self.role.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
 
         # The ranks of other stages have only a placeholder and receive the tensor from the first rank that holds it.
-        if self.runtime.world.rank in holders:
+        if self._runtime.world.rank in holders:
             full = full_tensor(tensor).contiguous()
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
-        self.runtime.collectives.broadcast_([full], source=holders[0])
+        self._runtime.collectives.broadcast_([full], source=holders[0])
         return full
 
-    def _broadcast_buffers(self) -> None:
+    def sync_buffers(self) -> None:
+        self._statistics.combine()
+
         # Placeholders of other stages have no memory to receive into.
         named = self.model.named_buffers()
         buffers = {name: buffer for name, buffer in named if name not in self.role.held_elsewhere}
-        broadcast_buffers(buffers, self._dp_ranks)
-        broadcast_buffers(buffers, self._tp)
+        broadcast_buffers(buffers, self._dp_group)
+        broadcast_buffers(buffers, self._tp_group)
+        self._statistics.forget()
 
-    # ---- set-up ----
-
-    def _tied_groups(self, positions: Sequence[tuple[int, ...]]) -> list[tuple[list[int], Collectives]]:
-        """Return the parameters that this rank shares with other stages: lists of indices, each with a process group.
-
-        `positions` holds, for each parameter, the coordinates along pp of the ranks that hold it. Collective: every
-        rank must take part in the creation of every process group.
-        """
-        tied: list[tuple[list[int], Collectives]] = []
-        for shared in dict.fromkeys(holders for holders in positions if len(holders) > 1):
-            indices = [index for index, holders in enumerate(positions) if holders == shared]
-            # A rank shares with the ranks of the other stages that have the same dp and tp coordinates.
-            counterparts = zip(*(self._ranks_at([position]) for position in shared), strict=True)
-            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in counterparts])
-
-            if isinstance(group, dist.ProcessGroup):
-                world = World(group.rank(), group.size())
-                tied.append((indices, Collectives(world, self.runtime.device, self.runtime.heartbeat, group)))
-
-        return tied
-
-    def _ranks_at(self, positions: Collection[int]) -> tuple[int, ...]:
-        """Return all ranks at these coordinates along pp."""
-        size = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
-        return tuple(position * size + offset for position in sorted(positions) for offset in range(size))
+    def reshard(self) -> None:
+        for module in nn.ModuleList(self._pipeline.local_stages.values()).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # ---- after the last backward ----
 
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+    def _reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Reduce gradients over ranks. Return the summed control word, and the norms of the gradients of all stages."""
         if self._collective_check:
             self._collective_check.compare(END)
 
-        # First sum the control word, together with flags that say which parameters a rank used.
-        used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        flags = torch.tensor([*self._pipeline.step_flags(), *used, *self._foreign.used()], dtype=torch.float64)
-        packed, counts = sum_with_word(self, word, flags)
+        # First sum the control word, together with flags that say which parameters a rank used. On a GPU the host waits
+        # for them, because they decide what is summed.
+        used = self._gradients.used()
+        flags = torch.tensor([*self._pipeline.step_flags(), *used, *self._remote.used()], dtype=torch.float64)
+        packed, counts = sum_with_word(self._codec, control_word, flags, self._runtime.collectives)
         refused, reached, *used_anywhere = [count > 0 for count in counts.tolist()]
         if refused:
             self._raise_refusal()
 
-        self._foreign.check(used_anywhere[len(used) :])
+        self._remote.check(used_anywhere[len(used) :])
 
         # If the loss does not depend on the model, the last stage sends zeros, and parameters have gradients anyway.
         if not (reached and any(used_anywhere[: len(used)])):
             raise no_gradient()
 
-        # Then sum the gradients, then their squared norms. A parameter that several stages hold counts once.
-        self._sum_gradients(used_anywhere[: len(used)])
-        self._call_hooks()
+        # Then sum the gradients, and call the user's hooks with the sums.
+        self._gradients.sum(used_anywhere[: len(used)])
+        for name, hooks in self._hooks.items():
+            hooks.change_sum(self.parameters[name])
 
-        squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
-        grads = {index: p.grad for index, p in enumerate(self.parameters) if self._held[index] and p.grad is not None}
-        if grads:
-            copies = torch.tensor([self._copies[index] for index in grads], device=squared.device)
-            squared[[*grads]] = self._squared_terms([*grads.values()]) / copies
-
-        return packed, self.runtime.collectives.all_reduce_(squared).sqrt()
+        return packed, self._gradients.step_norms()
 
     def _raise_refusal(self) -> NoReturn:
         """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""
         local = self._pipeline.refusal
-        refusals = self.runtime.collectives.gather_json(list(local.args) if local else None)
+        refusals = self._runtime.collectives.gather_json(list(local.args) if local else None)
         raise local or UserError(*next(filter(None, refusals)))
 
-    def _sum_gradients(self, used: list[bool]) -> None:
-        """Sum gradients over replicas, and then over stages that share a weight, so that all get the same bits.
 
-        `used`: for each parameter, whether any rank used it. If none did, it keeps no gradient.
-        """
-        triples = zip(self.parameters, self._held, used, strict=True)
-        trained = [p for p, is_held, is_used in triples if is_held and is_used]
-        for p in trained:
-            redistribute_gradient(p)
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+class _Split(NamedTuple):
+    """A model that is split into stages: where its tensors are."""
 
-        # FSDP has already summed over the replicas.
-        if not self._sharded:
-            sum_gradients(trained, self._dp_ranks)
-
-        for indices, group in self._tied:
-            sum_gradients([self.parameters[index] for index in indices if used[index]], group)
-
-        broadcast_unsharded_gradients(trained, self._tp)
-
-    def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
-        """Return this rank's terms of the squared norms, which are to be summed over dp and tp."""
-        return squared_norms(tensors, self._dp_ranks.world.size * self._tp.world.size).to(self.runtime.device)
+    stages: Sequence[Stage]  # the stages of all ranks
+    local_stages: Sequence[Stage]
+    by_tensor: Mapping[str, Sequence[int]]  # the stages that use each tensor
+    pp_ranks: Mapping[str, set[int]]  # the ranks along pp whose stages use it; empty if no stage does: then all hold it
+    held: set[str]  # the tensors that this rank's stages use, and those that no stage uses
+    materialized: set[str]  # `held`, and all buffers that its stages may write into: they have memory on this rank
+    banner: Mapping[str, str]  # lines about the stages
 
 
-class _Placement(NamedTuple):
-    """The ranks along pp that hold the tensors of the model."""
+def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool) -> _Split:
+    """Split the model into stages, and leave on this rank the tensors of its own. Collective."""
+    config, runtime, sizes = setup.config, setup.runtime, axes.mesh.sizes
 
-    pp_ranks: dict[str, set[int]]  # tensor -> the ranks whose stages use it; empty if no stage does: then all hold it
-    held: set[str]  # the tensors that this rank holds
-    kept: set[str]  # these, and all buffers that its stages may write into
+    # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
+    plan = choose_plan(model, setup.task, sizes["tp"], runtime.world.size // sizes["tp"]) if sizes["tp"] > 1 else {}
 
+    count = sizes["pp"] * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
+    stages, used = make_stages(model, setup.task, config, setup.data, count, setup.precision)
 
-def _place_tensors(
-    model: nn.Module, by_tensor: Mapping[str, Collection[int]], local_stages: Sequence[Any], ranks: int, position: int
-) -> _Placement:
-    """Return where tensors are. `by_tensor` are the stages that use each, `position` is this rank's along pp."""
-    # Stages are dealt out to the ranks in turn.
-    pp_ranks = {name: {stage % ranks for stage in stages} for name, stages in by_tensor.items()}
-    held = {name for name, users in pp_ranks.items() if not users or position in users}
+    by_tensor = stages_by_tensor(model, used)
+    _check_norms(model, by_tensor)
+    _broadcast_one_by_one(model, runtime)
 
+    # Stages are dealt out to the ranks in turn. A tensor that no stage uses is on all ranks.
+    pp_rank = axes.mesh.coordinate("pp")
+    local_stages = stages[pp_rank :: sizes["pp"]]
+    pp_ranks = {name: {stage % sizes["pp"] for stage in users} for name, users in by_tensor.items()}
+    held = {name for name, users in pp_ranks.items() if not users or pp_rank in users}
+
+    # Of all other tensors this rank keeps placeholders, but a stage may write into any buffer.
     mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
     buffers = model.named_buffers(remove_duplicate=False)
-    kept = held | {name for name, buffer in buffers if id(buffer) in mutable}
-    return _Placement(pp_ranks, held, kept)
+    materialized = held | {name for name, buffer in buffers if id(buffer) in mutable}
+    keep_only(model, materialized, runtime.device)
+
+    # In the same order as in apply.py: tensor parallelism, compile, FSDP.
+    if plan:
+        local_plan = {layer: style for layer, style in plan.items() if _holds(model, layer, held)}
+        apply_plan(model, local_plan, axes, runtime)
+        for stage in local_stages:
+            explain_dtensor_errors(stage)
+
+    if setup.compiled:
+        for stage in local_stages:
+            stage.compile()
+
+    banner = shard_stages(local_stages, model, held, config, axes) if sharded else {}
+    return _Split(stages, local_stages, by_tensor, pp_ranks, held, materialized, banner)
+
+
+def _role_in(split: _Split, setup: DriverSetup, mesh: Mesh) -> RankRole:
+    """Return the role of this rank in a pipeline."""
+    pp_rank, ranks = mesh.coordinate("pp"), mesh.sizes["pp"]
+
+    # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
+    pp_ranks = split.pp_ranks
+    holders = {name: ranks_at(mesh, users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
+    return replace(
+        setup.role,
+        replicated=False,
+        runs_whole_model=False,
+        pipeline_depth=ranks,
+        holders=holders,
+        held_elsewhere=frozenset(name for name in holders if setup.runtime.world.rank not in holders[name]),
+        duplicates=frozenset(name for name, users in pp_ranks.items() if users and pp_rank > min(users)),
+        banner=split.banner,
+    )
 
 
 def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, LossFn, no_gradient
-from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.p2p import receive, send, sendable
+from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
@@ -110,7 +110,7 @@ class Pipeline:
         schedule: str,
         pp: Collectives,
         autocast: Autocast,
-        foreign: ForeignTensors,
+        remote: RemoteTensors,
         parts: Sequence[StepPart],
         shard_group: Collectives | None = None,
     ):
@@ -118,7 +118,7 @@ class Pipeline:
 
         stages: the stages of all ranks
         pp: the ranks of the pipeline
-        foreign: the tensors that only other stages hold
+        remote: the tensors that only other stages hold
         parts: what takes part in each stage's forward of a micro-batch
         shard_group: the ranks that share the shards of the same stages, so that their forwards and backwards are
             collective; None: the stages are not sharded
@@ -126,7 +126,7 @@ class Pipeline:
         self.model = model
         self.schedule = schedule
         self.autocast = autocast
-        self.foreign = foreign
+        self.remote = remote
         self.shard_group = shard_group
         self.pp = pp
         self.parts = parts
@@ -140,7 +140,7 @@ class Pipeline:
         # reached the model's output in this step.
         self.refusal: UserError | None = None
         self.reached = False
-        self.outputs: list[Tensor] = []  # of the model, while the loss of a micro-batch is computed with gradients
+        self.outputs: list[Tensor] = []  # the model's, while a loss is computed with gradients
         self._prepared: dict[Any, _PreparedSchedule] = {}
 
         # The result of `_forward_once`, by the shapes of the model's arguments.
@@ -150,7 +150,7 @@ class Pipeline:
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
-    def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, progress: StepProgress) -> None:
+    def run(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, progress: StepProgress) -> None:
         """Run forward and backward of all micro-batches.
 
         Micro-batches of different shapes (a short one at the end of an epoch) go through the schedule separately.
@@ -159,7 +159,7 @@ class Pipeline:
         self.reached = False
 
         # Every rank has the samples, so it gets the model's arguments itself.
-        inputs = [model_input(loss_fn, self.model, micro.data) for micro in micros]
+        inputs = [model_input(loss_fn, self.model, micro.data) for micro in micro_batches]
         shapes = [_shape_of(arguments) for arguments in inputs]
 
         for group, is_new in self._same_shape_groups(shapes):
@@ -167,7 +167,7 @@ class Pipeline:
             if is_new:
                 _, self._stage_inputs[shape] = self._forward_once(inputs[group[0]])
 
-            self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, progress)
+            self._prepare(shape, len(group)).run([(micro_batches[n], inputs[n]) for n in group], loss_fn, progress)
 
     def step_flags(self) -> list[bool]:
         """Return whether the loss raised a UserError, and whether its backward reached the model's output."""
@@ -204,7 +204,7 @@ class Pipeline:
         """Run one batch without gradients, and without changing the model's buffers.
 
         Returns the loss on the rank of the last stage, None on the others. With `loss_gradients`, the loss is called as
-        in training: it may compute gradients itself, which `before_inner_gradient` judges.
+        in training: it may compute gradients itself, which the driver may refuse.
         """
         self._set_mode()
         output, _ = self._forward_once(model_input(loss_fn, self.model, data))
@@ -325,7 +325,7 @@ class _ScheduledStage(nn.Module):
         try:
             loss = compute_loss(output)
             grad_output = self._progress.record(loss)
-            if not pipeline.foreign.were_read(loss, output, compute_loss):
+            if not pipeline.remote.were_read(loss, output, compute_loss):
                 total = loss.total * grad_output
         except UserError as error:
             pipeline.refusal = pipeline.refusal or error

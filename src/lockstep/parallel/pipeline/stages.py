@@ -173,20 +173,20 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> None:
-    """Move the tensors whose names are in `held` to the device, and replace all others with placeholders.
+def keep_only(model: nn.Module, materialized: Collection[str], device: torch.device) -> None:
+    """Move the tensors whose names are in `materialized` to the device, and replace all others with placeholders.
 
     A placeholder has the tensor's name, shape and dtype, so that the model has the same structure on every rank. Its
     value is NaN, so that its use can be detected.
     """
     # Without duplicates: a tied parameter has several names, but is moved once.
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(device) if name in held else placeholder(parameter, device)
+        parameter.data = parameter.data.to(device) if name in materialized else placeholder(parameter, device)
 
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         module, _, buffer_name = name.rpartition(".")
         buffers = model.get_submodule(module)._buffers
-        buffers[buffer_name] = buffer.to(device) if name in held else placeholder(buffer, device)
+        buffers[buffer_name] = buffer.to(device) if name in materialized else placeholder(buffer, device)
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
@@ -200,7 +200,11 @@ def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def shard_stages(
-    stages: Sequence[Stage], model: nn.Module, held: Collection[str], config: RunConfig, axes: Axes
+    stages: Sequence[Stage],
+    model: nn.Module,
+    held: Collection[str],
+    config: RunConfig,
+    axes: Axes,
 ) -> dict[str, str]:
     """Shard this rank's `stages` block by block, then their other tensors. `held`: the names of this rank's tensors.
 
@@ -209,7 +213,9 @@ def shard_stages(
     """
     owned = {p for name, p in model.named_parameters() if name in held}
     shard = partial(
-        fully_shard, mesh=axes.device_mesh["dp"], reshard_after_forward=not config.strategy_record.keeps_gathered
+        fully_shard,
+        mesh=axes.device_mesh["dp"],
+        reshard_after_forward=config.strategy_record.reshard_after_forward,
     )
     counts = [0, 0]  # all blocks, and the blocks without shared parameters
 

@@ -12,20 +12,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import UserError
 from lockstep.parallel.driver import DriverSetup, broadcast_model
+from lockstep.parallel.gradients import broadcast_unsharded_gradients, count_and_sum, redistribute_gradient
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.sharded import ShardedDriver
 from lockstep.parallel.tensor.plans import LayerStyle, choose_plan, style_of
-from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.shards import local
 
 
 class TensorDriver(ShardedDriver):
@@ -33,9 +32,9 @@ class TensorDriver(ShardedDriver):
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
         assert setup.axes is not None
-        self._dp_ranks = setup.axes.along("dp")
-        super().__init__(model, setup, self._dp_ranks)
-        self._tp = setup.axes.along("tp")
+        super().__init__(model, setup)
+        self._dp_group = setup.dp_group
+        self._tp_group = setup.axes.along("tp")
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
@@ -43,11 +42,12 @@ class TensorDriver(ShardedDriver):
 
     def _reduce_gradients(self) -> None:
         # First within the tp group: only gradients with equal placements can be summed over replicas.
-        for p in self.parameters:
-            redistribute_gradient(p)
+        parameters = [*self.parameters.values()]
+        for parameter in parameters:
+            redistribute_gradient(parameter)
 
-        reduce_replicas(self.parameters, self._dp_ranks)
-        broadcast_unsharded_gradients(self.parameters, self._tp)
+        count_and_sum(parameters, self._dp_group)
+        broadcast_unsharded_gradients(parameters, self._tp_group)
 
 
 def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> None:
@@ -114,61 +114,3 @@ def explain_dtensor_errors(model: nn.Module) -> None:
             ) from error
 
     model.forward = forward
-
-
-def reduce_replicas(parameters: list[nn.Parameter], dp_ranks: Collectives) -> None:
-    """Sum gradients over `dp_ranks`. A parameter that no rank used keeps no gradient, as in a single process."""
-    if dp_ranks.world.alone or not parameters:
-        return
-
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
-    users = dp_ranks.all_reduce_(used.to(dp_ranks.device)).tolist()
-    trained = [p for p, count in zip(parameters, users, strict=True) if count]
-
-    # A rank that did not use a parameter adds zeros to the gradients of the others.
-    for p in trained:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-
-    sum_gradients(trained, dp_ranks)
-
-
-def sum_gradients(parameters: list[nn.Parameter], dp_ranks: Collectives) -> None:
-    """Sum this rank's shards of gradients, one all-reduce for each dtype.
-
-    The same parameters must have gradients on all `dp_ranks`.
-    """
-    if dp_ranks.world.alone:
-        return
-
-    shards = [local(p.grad) for p in parameters if p.grad is not None]
-    for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in the same order on all ranks
-        grads = [grad for grad in shards if grad.dtype == dtype]
-        sums = dp_ranks.all_reduce_(torch.cat([grad.flatten() for grad in grads])).split(
-            [grad.numel() for grad in grads]
-        )
-        torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
-
-
-def redistribute_gradient(parameter: nn.Parameter) -> None:
-    """Give a gradient the placements of its parameter. Autograd may leave it as Partial, a term of a sum."""
-    grad = parameter.grad
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def broadcast_unsharded_gradients(parameters: list[nn.Parameter], tp: Collectives) -> None:
-    """Broadcast the gradients of unsharded parameters from the first rank of a tp group to its other ranks.
-
-    Each rank computes these gradients itself. On a GPU, some kernels add in varying order, and parameters whose
-    gradients differ in the last bit would drift apart.
-    """
-    if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
-        tp.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
-
-
-def is_sharded_along_tp(tensor: Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-
-    axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
-    return any(axis == "tp" and placement != Replicate() for axis, placement in axes)

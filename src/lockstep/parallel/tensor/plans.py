@@ -41,7 +41,7 @@ class _Rowwise(RowwiseParallel):
 
 STYLES: dict[str, ColwiseParallel | RowwiseParallel] = {
     "colwise": ColwiseParallel(use_local_output=False),
-    "rowwise": _Rowwise(input_layouts=Replicate()),  # for plain inputs; a DTensor keeps its own placement
+    "rowwise": _Rowwise(input_layouts=Replicate()),  # the layout of plain inputs; a DTensor keeps its own placement
     "gathered": _Gathered(output_layouts=Replicate()),
 }
 EXAMPLE = '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'

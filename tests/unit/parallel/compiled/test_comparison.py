@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.calls.state import StateSnapshot
 from lockstep.parallel.compiled.compilation import CallResult, difference, run_isolated
 from lockstep.task import Loss
 

@@ -37,7 +37,7 @@ _COSTLY_NAMES = (
 _COSTLY = {getattr(torch.ops.aten, name).default for name in _COSTLY_NAMES if hasattr(torch.ops.aten, name)}
 
 
-def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
+def checkpoint_activations(model: nn.Module, config: RunConfig) -> None:
     """Replace the forward of the blocks that `remat` selects, in place: classes and parameter names do not change."""
     if config.remat == "none":
         return

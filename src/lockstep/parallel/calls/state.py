@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
+from lockstep.parallel.calls.arguments import OpaqueValue, flatten, unflatten
 from lockstep.runtime.autograd_graph import autograd_nodes
 
 # Attributes that torch itself sets on every module.
@@ -24,7 +24,7 @@ TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # Values of these types are compared by value, all others by identity.
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype})
 
-Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether the backward passes it a gradient
+Pattern = tuple[bool, ...]  # whether the backward passes a gradient to each differentiable output of a call
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class TrialCall:
 
     def __init__(
         self,
-        call: Callable[..., Any],  # usually the `inner` call of a link (call_chain.py)
+        call: Callable[..., Any],  # usually the `inner` call of a link (chain.py)
         parameters: list[nn.Parameter],  # the model's trainable parameters
         tensors: Sequence[Tensor],  # tensors and spec: the flattened (args, kwargs)
         spec: Hashable,

@@ -23,24 +23,26 @@ from lockstep.task import Loss
 FIRST_STEPS = 3  # the steps that are checked for NaN on a GPU, where the host must wait for the value
 
 
-class ForeignTensors:
+class RemoteTensors:
     """The tensors for which this rank has placeholders.
 
     A stage holds its own layers only. A loss may still read a weight of another stage, for a penalty for example: its
     placeholder has no values, so that must be an error, not a wrong number.
     """
 
-    def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], held: Collection[str]):
+    def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], materialized: Collection[str]):
         """Find the placeholders.
 
         stages: by name, the stages that use a tensor, for tensors that not all stages use; the same on all ranks
-        held: the names of the tensors that this rank holds
+        materialized: the names of the tensors that have memory on this rank
         """
         self.stages = stages
         self._passes = 0
 
         # Under all names of a tied tensor, so that the error has the name that the user's code uses.
-        self._tensors = {name: tensor for name, tensor in named_tensors(model) if name in stages and name not in held}
+        self._tensors = {
+            name: tensor for name, tensor in named_tensors(model) if name in stages and name not in materialized
+        }
         self._read: set[str] = set()
 
     def begin_pass(self) -> None:

@@ -24,7 +24,7 @@ from lockstep.runtime.attention import without_cudnn
 Call = Callable[..., Any]
 
 # From the innermost to the outermost link: a graph records what the compiled code does.
-ORDER = ("compile", "graph", "intercept")
+LINK_ORDER = ("compile", "graph", "intercept")
 
 
 class Link(Protocol):
@@ -61,8 +61,8 @@ class CallChain:
         return self._outermost(*args, **kwargs)
 
     def install(self, name: str, link: Link) -> None:
-        """Insert `link` at the position of `name` in ORDER. It replaces a link of the same name."""
-        assert name in ORDER, name
+        """Insert `link` at the position of `name` in LINK_ORDER. It replaces a link of the same name."""
+        assert name in LINK_ORDER, name
         self._links[name] = link
         self._connect()
 
@@ -110,7 +110,7 @@ class CallChain:
     def _connect(self) -> None:
         """Set the `inner` of every link, from the innermost out, and the module's `_compiled_call_impl`."""
         self._outermost = self._compiled or self._module._call_impl
-        for name in ORDER:
+        for name in LINK_ORDER:
             link = self._links.get(name)
             if link:
                 link.inner = self._outermost

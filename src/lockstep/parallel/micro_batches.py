@@ -1,0 +1,292 @@
+"""Drivers that run one micro-batch after another: all but the pipeline.
+
+A subclass sums gradients over the ranks. `SingleDriver` below has nothing to sum. `FlatReduceDriver` in ddp/driver.py
+is a small example for replicas, and `ShardedDriver` in sharded.py is the base class for sharded parameters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UserError, some_names
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
+from lockstep.parallel.batchnorm.statistics import running_statistics
+from lockstep.parallel.driver import Autocast, Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
+from lockstep.parallel.gradients import full_norms
+from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
+from lockstep.parallel.inner_gradients import (
+    TORCH_ENGINE,
+    InnerGradient,
+    InnerGradients,
+    LossFn,
+    refuse_backward,
+)
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart, StepParts
+from lockstep.runtime.control_word import ControlWord, ControlWordCodec
+from lockstep.task import Loss, MicroBatch, StepBatches
+
+
+class ExactReducer(StepPart, ABC):
+    """Adds up the gradients of a step in one fixed order, for exact mode (exact/)."""
+
+    slot = "reduce"
+
+    def finish(self) -> None:
+        """Leave the sums over this rank's micro-batches in `grad`, if the driver is to reduce those."""
+
+    @abstractmethod
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
+
+
+class MicroBatchDriver(Driver):
+    """Runs one micro-batch after another. Every rank can call the model by itself.
+
+        begin_pass                  clears the gradients
+        for each micro-batch
+            before_forward          seeds the generators
+            the task's loss         under autocast; a custom loop runs its own forward here, and calls the rest itself
+            backward                adds to the gradients; the last one also reduces:
+                _backward           ... while it runs, or
+                reduce              ... after it
+
+    A subclass overrides `_backward` or `reduce`, or both.
+    """
+
+    to_sum = 1.0  # see `Reduced`
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setup: DriverSetup,
+        role: RankRole | None = None,
+        exact_reducer: Callable[[Any], ExactReducer] | None = None,
+    ):
+        """Store the model, which is placed by now.
+
+        role: `setup.role` with what the strategy adds to it; None: it adds nothing
+        exact_reducer: factory for the exact-mode reducer; called with this driver
+        """
+        self.model = model
+        self.role = role or setup.role
+        self.parameters = trainable(model)
+        self._names = list(self.parameters)
+
+        self.runtime = setup.runtime
+        self.inner_gradients = InnerGradients(self.before_inner_gradient)
+        self.broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
+
+        self.parts = StepParts(overlapping=False)
+        self._statistics = running_statistics(model, setup.dp_group, log_event=setup.log_event)
+        if self._statistics.layers:
+            self.parts.add(self._statistics)
+
+        self.exact_reducer = exact_reducer(self) if exact_reducer else None
+        if self.exact_reducer:
+            self.parts.add(self.exact_reducer)
+
+        self._use_hooks(setup.hooks)
+
+    def _use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
+        for name, own in hooks.items():
+            own.register(self.parameters[name])
+
+    # ---- for evaluations, checkpoints and checks ----
+
+    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
+        with autocast():
+            return loss_fn(self.model, data)
+
+    def many_forwards(self) -> AbstractContextManager[str | None]:
+        """Return a context for many small forwards without gradients. It yields a warning for the user, or None.
+
+        Every rank that runs these forwards must enter it. An error on one rank ends it on all of them.
+        """
+        return nullcontext()
+
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self.exact_reducer.norms(tensors) if self.exact_reducer else full_norms(tensors)
+
+    def sync_buffers(self) -> None:
+        self._statistics.combine()
+        self._broadcast_buffers()
+        self._statistics.forget()
+
+    def _broadcast_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks."""
+        broadcast_buffers(dict(self.model.named_buffers()), self.runtime.collectives)
+
+    def reshard(self) -> None:
+        """Do nothing: full parameters are not gathered."""
+
+    # ---- gradients that the user's loss computes itself ----
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
+        refuse_backward(inner, self.leaf_names())
+
+    def leaf_names(self) -> dict[int, str]:
+        """Return the names of the trainable parameters by the id of the leaf tensor in the autograd graph."""
+        return {id(p): name for name, p in self.parameters.items()}
+
+    # ---- the steps ----
+
+    @cached_property
+    def codec(self) -> ControlWordCodec:
+        return ControlWordCodec(self.runtime.device, torch.float64)
+
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
+        self.begin_pass()
+        inner_gradients = self.inner_gradients
+        reduced = None
+
+        for micro in batches.micro_batches:
+            self.before_forward(micro, progress)
+            inner_gradients.intercept()
+            try:
+                with progress.autocast():
+                    loss = loss_fn(self.model, micro.data)
+            finally:
+                inner_gradients.release()
+
+            reduced = self.backward(loss, progress)  # outside autocast, as torch recommends
+
+        assert reduced is not None, "a step without its last micro-batch"
+        return reduced
+
+    def begin_pass(self) -> None:
+        """Begin a pass over the micro-batches of a step: clear the gradients of the last one."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+        # A custom loop may have caught an exception of the last backward.
+        for part in self.parts:
+            part.begin_pass()
+
+        if self.broadcasts_buffers:
+            self.sync_buffers()
+
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        """Prepare for the forward of a micro-batch, whose data have arrived."""
+        progress.before_forward(micro)
+        for part in self.parts:
+            part.before_forward(micro, progress)
+
+    def backward(self, loss: Loss, progress: StepProgress) -> Reduced | None:
+        """Backpropagate the loss sum. The last backward of a step reduces and returns its gradients; others None."""
+        grad_output = progress.record(loss)
+        for part in self.parts:
+            part.before_backward(loss, progress)
+
+        # After `record`, because the control word carries the weights of all micro-batches.
+        control_word = None
+        if progress.is_last_micro_batch:
+            for part in self.parts:
+                part.before_all_reduce()
+
+            control_word = progress.control_word()
+
+        self._backward(loss.total, progress.constant(grad_output, loss.total.dtype), control_word)
+        for part in self.parts:
+            part.after_backward(progress)
+
+        reduced = None
+        if control_word is not None:
+            reduced = self._reduce_step(control_word)
+            for part in self.parts:
+                part.end_pass(progress)
+
+        progress.backwards_done += 1
+        return reduced
+
+    def _reduce_step(self, control_word: ControlWord) -> Reduced:
+        """Reduce the gradients and the control word of the step."""
+        if self.exact_reducer:
+            self.exact_reducer.finish()
+
+        packed, norms = self.reduce(control_word)
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
+        names = self._names
+
+        # Usually every parameter has a gradient, and there is no need to build another list of names.
+        if len(parameters) < len(names):
+            names = [name for name, p in self.parameters.items() if p.grad is not None]
+
+        return Reduced(parameters, names, norms, packed, self.codec, self.to_sum)
+
+    def _backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
+        """Backpropagate `total * grad_output` (both scalars).
+
+        Override it to reduce gradients while the backward runs. In the last backward of a step `control_word` is this
+        rank's, which may be reduced with them.
+        """
+        backward((total,), (grad_output,))
+
+    @abstractmethod
+    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Reduce over ranks whatever the backwards of the step have not reduced.
+
+        Return the summed control word [LENGTH], and the norm of each gradient that this step has.
+        """
+
+    def norms_of_gradients(self) -> Tensor:
+        """Return the norms for `reduce`: [gradients]. Raise if there is no gradient."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not grads:
+            raise no_gradient()
+
+        return torch.stack(self.norms(grads))
+
+
+class SingleDriver(MicroBatchDriver):
+    """Runs the model in one process, where there is nothing to sum."""
+
+    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        return self.codec.pack(control_word), self.norms_of_gradients()
+
+
+def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
+    """Backpropagate as `torch.autograd.backward` does, without its checks of types and shapes.
+
+    They took 11 of 33 us for the smallest graph (torch 2.13, one CPU core), in every micro-batch: more than 5 % of the
+    step of a small model. Here they are known to hold.
+    """
+    # The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
+    if type(outputs[0]) is not Tensor:
+        torch.autograd.backward(outputs, grad_outputs)
+        return
+
+    TORCH_ENGINE(
+        outputs,
+        grad_outputs,
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def check_reached(missed: list[str], trainable: int) -> None:
+    """Raise if a backward missed some parameters. `trainable` is the number of all trainable parameters."""
+    if len(missed) == trainable:
+        raise no_gradient()
+
+    if missed:
+        raise UserError(
+            f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "
+            f"{some_names(missed)}",
+            "",
+            "freeze them (requires_grad=False) if nothing uses them; if only some losses or micro-batches do, set "
+            "ddp.find_unused_parameters=true",
+            cause="unused",
+        )
