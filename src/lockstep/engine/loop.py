@@ -13,12 +13,12 @@ from lockstep.engine.checks.names import check_attributes
 from lockstep.engine.checks.settings import check_evaluations
 from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
+from lockstep.engine.evaluation.metric_names import check_metrics
 from lockstep.engine.hooks.calls import Hooks, overridden
 from lockstep.engine.hooks.show import call_show
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
-from lockstep.engine.start_check.metrics import check_metrics
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.run_folder.names import ASSETS
 from lockstep.task import Loss, StepBatches, Task

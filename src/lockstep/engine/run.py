@@ -24,6 +24,7 @@ from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
+from lockstep.engine.checks.start import as_checked
 from lockstep.engine.clock import RunClock
 from lockstep.engine.end import end_preempted
 from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hooks
@@ -102,7 +103,7 @@ class Run:
         if self.steps_done > 0:
             return  # a resumed run was checked at its start
 
-        cause = start_check.find_cause(self, task)
+        cause = start_check.find_cause(as_checked(self, task), task)
         if cause:
             raise start_check.error_for(cause, self.config)
 

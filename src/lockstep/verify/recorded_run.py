@@ -26,6 +26,7 @@ from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import pack
 from lockstep.data.map_source import MapSource
+from lockstep.engine.checks.start import as_checked
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
 from lockstep.engine.start_check import check as start_check
@@ -155,7 +156,7 @@ class RecordedRun(Run):
         """Record what the check at the start of a run finds, once, instead of refusing it."""
         self._facts["accepted"] = start_check.accepted_causes(self.config)
         if self.orders["finds"]:
-            cause = start_check.find_cause(self, task)
+            cause = start_check.find_cause(as_checked(self, task), task)
             self._facts["found"] = cause and [cause.key, cause.evidence]
 
     def step_batches(self) -> Iterator[StepBatches]:

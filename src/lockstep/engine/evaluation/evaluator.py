@@ -25,11 +25,11 @@ from lockstep.data.samplers import Sampled
 from lockstep.data.streams.mosaic import by_index
 from lockstep.data.transfer import Transfer
 from lockstep.data.windows import rank_range
-from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import LOSS_NAMES, Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
+from lockstep.parallel.call_state import restore_modes
 from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.call_state import restore_modes
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.progress import StepProgress

@@ -17,7 +17,7 @@ from lockstep.parallel.call_chain import run_eagerly
 from lockstep.runtime.seeds import preserve_rng
 
 if TYPE_CHECKING:
-    from lockstep.engine.run import Run  # which calls this check
+    from lockstep.engine.run import Run
 
 
 def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:
