@@ -19,11 +19,11 @@ import lockstep
 from lockstep.causes import CAUSES
 from lockstep.config import KEYS, resolve
 from lockstep.config.value_types import LossTrait
-from lockstep.engine.start_check.check import MAX_SAMPLES, MIN_SAMPLES, NEVER_ACCEPTED
-from lockstep.engine.start_check.mistakes import Measurement, Tolerance, judge_halves
-from lockstep.engine.start_check.random_numbers import ConstantDraws
 from lockstep.errors import UserError
 from lockstep.recipes import char_lm, latent_wire, pixel_llm
+from lockstep.start_check.check import MAX_SAMPLES, MIN_SAMPLES, NEVER_ACCEPTED
+from lockstep.start_check.mistakes import Measurement, Tolerance, judge_halves
+from lockstep.start_check.random_numbers import ConstantDraws
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import fit

@@ -1,6 +1,6 @@
 """The mistakes that Lockstep can name: what each means and how to fix it.
 
-Two places find out which one it is: the check at the start of a run (`engine/start_check`), and `lockstep verify`
+Two places find out which one it is: the check at the start of a run (`start_check`), and `lockstep verify`
 (`verify/diagnose.py`). Some mistakes the engine refuses itself: the `UserError` has the key as its `cause`. To add one,
 add a row here, a rule in one of these places, and a broken task to tests/zoo/broken.py.
 """

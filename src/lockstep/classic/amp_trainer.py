@@ -20,7 +20,6 @@ from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.checkpoints import CheckpointCalls, load_state, save_state
 from lockstep.data.transfer import to_device
-from lockstep.engine.start_check.data import check_different
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
@@ -34,6 +33,7 @@ from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.host.threads import Threads
 from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
+from lockstep.start_check.data import check_different
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 # (model, batch) -> Loss, or the mean loss of the batch.

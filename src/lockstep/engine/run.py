@@ -34,8 +34,6 @@ from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.log.step_log import StepLog
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.requests import Requests
-from lockstep.engine.start_check import check as start_check
-from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError, plural
@@ -44,6 +42,8 @@ from lockstep.observe.run_folder import RunFolder
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
+from lockstep.start_check import check as start_check
+from lockstep.start_check.data import take_and_compare
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 

@@ -29,7 +29,6 @@ from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.start import as_checked
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
-from lockstep.engine.start_check import check as start_check
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
@@ -39,6 +38,7 @@ from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.shards import full_tensor
 from lockstep.runtime.world import World
+from lockstep.start_check import check as start_check
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
 SHORT = 16  # characters of a digest that are kept: enough to tell samples apart in a small record

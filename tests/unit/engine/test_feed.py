@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lockstep.engine.run import Run
-from lockstep.engine.start_check.data import take_and_compare
 from lockstep.errors import UserError
+from lockstep.start_check.data import take_and_compare
 from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 

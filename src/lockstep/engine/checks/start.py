@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import in_own_loop
 from lockstep.engine.hooks.calls import overridden
-from lockstep.engine.start_check.check import accepted_causes, error_for
-from lockstep.engine.start_check.checked_run import CheckedRun
-from lockstep.engine.start_check.mistakes import judge_changes
-from lockstep.engine.start_check.probe import has_statistics
-from lockstep.engine.start_check.snapshot import CheckSnapshot
+from lockstep.start_check.check import accepted_causes, error_for
+from lockstep.start_check.checked_run import CheckedRun
+from lockstep.start_check.mistakes import judge_changes
+from lockstep.start_check.probe import has_statistics
+from lockstep.start_check.snapshot import CheckSnapshot
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.evaluation.early_stop import check_metric
 from lockstep.engine.evaluation.evaluator import EvaluationSet, evaluation_batch
-from lockstep.engine.start_check.snapshot import CheckSnapshot
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.runtime.seeds import preserve_rng
+from lockstep.start_check.snapshot import CheckSnapshot
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run

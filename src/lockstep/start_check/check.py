@@ -22,10 +22,14 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource
-from lockstep.engine.start_check import data
-from lockstep.engine.start_check.alone import as_one_rank
-from lockstep.engine.start_check.checked_run import CheckedRun
-from lockstep.engine.start_check.mistakes import (
+from lockstep.errors import UserError
+from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.sharded import RanksDiffer
+from lockstep.runtime.seeds import preserve_rng, rng_states
+from lockstep.start_check import data
+from lockstep.start_check.alone import as_one_rank
+from lockstep.start_check.checked_run import CheckedRun
+from lockstep.start_check.mistakes import (
     Measurement,
     Tolerance,
     judge_changes,
@@ -35,14 +39,10 @@ from lockstep.engine.start_check.mistakes import (
     mismatched_gradients,
     same_loss,
 )
-from lockstep.engine.start_check.probe import Inconclusive, Probe, without_batch_statistics
-from lockstep.engine.start_check.random_numbers import used_generators
-from lockstep.engine.start_check.samples import Samples, read_samples, read_stream_samples
-from lockstep.engine.start_check.snapshot import CheckSnapshot
-from lockstep.errors import UserError
-from lockstep.parallel.call_chain import run_eagerly
-from lockstep.parallel.sharded import RanksDiffer
-from lockstep.runtime.seeds import preserve_rng, rng_states
+from lockstep.start_check.probe import Inconclusive, Probe, without_batch_statistics
+from lockstep.start_check.random_numbers import used_generators
+from lockstep.start_check.samples import Samples, read_samples, read_stream_samples
+from lockstep.start_check.snapshot import CheckSnapshot
 
 # The check uses a quarter of a micro-batch, because it makes several calls: one half twice, the whole batch, and two
 # pairs of halves. Below MIN_SAMPLES a half would be a single sample, for which many losses behave differently.

@@ -16,10 +16,10 @@ from lockstep.checkpoint.state.digests import digest
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource
-from lockstep.engine.start_check.checked_run import CheckedRun
-from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
+from lockstep.start_check.checked_run import CheckedRun
+from lockstep.start_check.samples import Samples, read_samples
 from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 SOME = 8  # how many samples are read to see whether a dataset has different ones

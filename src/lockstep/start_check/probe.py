@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.data.transfer import Transfer
-from lockstep.engine.start_check.checked_run import CheckedRun
-from lockstep.engine.start_check.mistakes import Measurement
-from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.errors import UserError
 from lockstep.observe.metrics import detached
 from lockstep.parallel.call_state import restore_modes
@@ -27,6 +24,9 @@ from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.progress import check_total
 from lockstep.parallel.sharded import RanksDiffer, check_same_action
 from lockstep.runtime.seeds import derive
+from lockstep.start_check.checked_run import CheckedRun
+from lockstep.start_check.mistakes import Measurement
+from lockstep.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.task import Loss
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.causes import Cause, named
-from lockstep.engine.start_check.snapshot import Changes
 from lockstep.parallel.inner_gradients import InnerGradient
+from lockstep.start_check.snapshot import Changes
 
 WEIGHT_TOLERANCE = 1e-6  # relative; weights are counts
 SAME_RATIO = 0.02  # relative; two ratios that are closer than this count as equal
