@@ -22,6 +22,7 @@ from lockstep.classic.checkpoints import CheckpointCalls, load_state, save_state
 from lockstep.data.transfer import to_device
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
+from lockstep.observe.metrics import Interval, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import ScheduleRate
 from lockstep.parallel.apply import parallelize
@@ -92,7 +93,7 @@ class AMPTrainer:
 
         context = StepContext(settings, self.runtime, self.precision, 1, reports_loss=self.driver.role.reports_loss)
 
-        self.stepper = Stepper(context, self.driver, self.optimizers, rate)
+        self.stepper = Stepper(context, self.driver, self.optimizers, rate, Interval(Sums()))
 
         self._checkpoint_calls = CheckpointCalls(self.runtime.world, self.number)
 

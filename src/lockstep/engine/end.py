@@ -176,7 +176,7 @@ def _of_checkpoint(
 def close(run: Run, text: str | None = None) -> dict[str, Any]:
     """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
     run.runtime.heartbeat.beat("end")
-    run.recorder.write_late_metrics(run.stepper.interval.sums, run.steps_done)
+    run.recorder.write_late_metrics(run.log.interval.sums, run.steps_done)
 
     # While the checkpoints are still open: `_release` closes them.
     best = run.runtime.collectives.run_on_rank0(lambda: _describe_best(run))

@@ -114,7 +114,7 @@ class Run:
 
         Iterating over them measures the wait for data and calls the hooks `before_batch`.
         """
-        self.stepper.interval.restart_clock()
+        self.log.interval.restart_clock()
         self.trained_model.guard.late_hooks.check()
         is_first = True
         follows_batches = bool(self.hooks.named("before_batch"))
@@ -153,7 +153,7 @@ class Run:
             raise _no_micro_batch(count, self.steps_done)
 
         iterator = iter(batches)
-        parts = self.driver.parts
+        parts, interval = self.driver.parts, self.log.interval
         for done in range(count):
             self.runtime.heartbeat.beat("data", self.steps_done)
             for part in parts:
@@ -165,8 +165,8 @@ class Run:
             if micro is None:
                 raise _wrong_count(count, str(done))
 
-            self.stepper.interval.data_wait_s += time.perf_counter() - began
-            self.stepper.interval.micro_batches += 1
+            interval.data_wait_s += time.perf_counter() - began
+            interval.micro_batches += 1
 
             # From now on a signal takes effect after the step, with a save.
             self.runtime.notice.waits = True
@@ -295,7 +295,7 @@ class Run:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcomes.rewind_after = None
         self.checkpoints.rewind(skipped.result, skipped.span)
-        self.stepper.interval.restart_clock()
+        self.log.interval.restart_clock()
 
     def check_replicas(self) -> None:
         """Check that all ranks hold the same parameters, if they should. Collective."""
@@ -313,7 +313,7 @@ class Run:
         self.requests.saved()
         self.runtime.notice.saved()
 
-        self.stepper.interval.exclude(time.perf_counter() - began)  # the time of a save is not that of a step
+        self.log.interval.exclude(time.perf_counter() - began)  # the time of a save is not that of a step
 
     def save_if_agreed(self) -> None:
         """Save if the evaluation that a resumed run repeats has asked for it, and this step is not saved here yet."""
@@ -346,7 +346,7 @@ class Run:
         self.log.write_if_due()
         began = time.perf_counter()
         evaluations = self._evaluate_all(sets, may_preempt)
-        self.stepper.interval.exclude(time.perf_counter() - began)  # the time of an evaluation is not that of a step
+        self.log.interval.exclude(time.perf_counter() - began)  # the time of an evaluation is not that of a step
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluations is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
-from lockstep.observe.metrics import ExactSums, Interval, Sums
+from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
@@ -61,9 +61,13 @@ class Stepper:
         driver: Driver,
         optimizers: Optimizers,
         learning_rate: LearningRate,
+        interval: Interval,
         trained_parameters: TrainedParameters | None = None,
     ):
-        """`trained_parameters` says which ones each step trains, if a hook delays some."""
+        """`interval` belongs to the log: the step adds its losses and counts its skips there.
+
+        `trained_parameters` says which ones each step trains, if a hook delays some.
+        """
         # Fixed for the run.
         self.context = context
         self.driver = driver
@@ -75,6 +79,7 @@ class Stepper:
         self.update = Update(
             optimizers, context.config.clip, driver.role.replicated, driver.norms, context.runtime.device
         )
+        self._interval = interval
         self._trained_parameters = trained_parameters
 
         # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
@@ -85,7 +90,6 @@ class Stepper:
         # Changed by every step.
         self.progress = StepProgress(context, StepBatches(0, (), 0), 0)  # of the current step; empty before the first
         self.counters = Counters()
-        self.interval = Interval(self._new_sums())  # since the last log line
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
 
@@ -151,7 +155,7 @@ class Stepper:
         # In place, because the user reads `p.grad` until the next pass.
         self.update.multiply(reduced.parameters, to_mean)
         result = self.outcomes.conclude_measured(outcome)
-        self.interval.skipped += result.skip_reason is not None
+        self._interval.skipped += result.skip_reason is not None
         return result
 
     def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult:
@@ -237,10 +241,10 @@ class Stepper:
     def _conclude(self, outcome: Outcome) -> StepResult:
         """Count the step, also in the interval of the next log line, and react to a skip."""
         if outcome.applied:
-            self.interval.sums.add(outcome.progress.losses, outcome.progress.metrics)
+            self._interval.sums.add(outcome.progress.losses, outcome.progress.metrics)
 
         result = self.outcomes.conclude(outcome)
-        self.interval.skipped += result.skip_reason is not None
+        self._interval.skipped += result.skip_reason is not None
         return result
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
@@ -270,11 +274,6 @@ class Stepper:
         self.counters = Counters(state["counters"]["step"], state["counters"]["applied"])
         self.outcomes.load_state_dict(state)
 
-        # The interval and a pending outcome belong to steps that this load undoes.
-        self.interval = Interval(self._new_sums())
-        self._pending = None
+        self._pending = None  # the outcome of a step that this load undoes
         self.learning_rate.remember_rates()  # loading replaced the parameter groups
         self.lr = self.learning_rate.at(self.counters.steps_applied)
-
-    def _new_sums(self) -> Sums:
-        return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()

@@ -71,7 +71,7 @@ class ProfiledSteps(StepPart):
             self._write(folder, ranks)
 
         self._report(ranks)
-        run.stepper.interval.exclude(time.perf_counter() - began)
+        run.log.interval.exclude(time.perf_counter() - began)
 
     def _stop(self, folder: Path) -> dict[str, Any]:
         """End this rank's trace, write it, and return its breakdown with the operations of a step."""

@@ -28,6 +28,7 @@ from lockstep.engine.setup.data import attach_source, largest_input, plan_data, 
 from lockstep.engine.setup.resumed import continue_plan, last_log_line
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
+from lockstep.observe.metrics import ExactSums, Interval, Sums
 from lockstep.observe.run_folder import write_head
 from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver, trainable
@@ -53,7 +54,8 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     # The length of the data determines the plan: how a batch is split, and the number of steps.
     plan, source = _open_data(builder, driver, data, collate)
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
-    stepper = _make_stepper(builder, trained, plan)
+    interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums())
+    stepper = _make_stepper(builder, trained, plan, interval)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
@@ -65,7 +67,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     if config.log.samples:
         driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
-    log = StepLog(config.log.every, plan, stepper, builder.recorder)
+    log = StepLog(config.log.every, plan, stepper, interval, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
     # A rewind takes back neither the time that has passed nor what was requested.
     state = checkpoints.state
@@ -165,7 +167,7 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
 # ---- the step and its checkpoints ----
 
 
-def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> Stepper:
+def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interval: Interval) -> Stepper:
     """Make the learning rate and the step."""
     rate = make_learning_rate(
         builder.config.lr,
@@ -192,7 +194,7 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> Ste
     # Only a hook that delays parameters makes the step ask which ones it trains.
     delaying = builder.hooks.named("first_steps")
     parameters = TrainedParameters(trained.driver, delaying) if delaying else None
-    return Stepper(context, trained.driver, trained.optimizers, rate, parameters)
+    return Stepper(context, trained.driver, trained.optimizers, rate, interval, parameters)
 
 
 def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
