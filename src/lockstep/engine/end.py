@@ -222,7 +222,7 @@ def _describe_best(run: Run) -> dict[str, Any] | None:
 def _release(run: Run) -> None:
     """Return the model and the optimizers to the user without our hooks, with the weights to use from now on."""
     trained = run.trained_model
-    trained.optimizers.use_evaluation_weights(trained.driver.drop_gathered)
+    trained.optimizers.switch("eval", trained.driver.drop_gathered)
     trained.optimizers.release()
     run.stepper.learning_rate.release()
 

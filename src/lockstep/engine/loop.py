@@ -80,7 +80,7 @@ class Training:
         """Repeat the evaluation during which the run was preempted, if there is one."""
         is_due, self.run.requests.evaluation_due = self.run.requests.evaluation_due, False
         if is_due and self._eval_sets:
-            self._evaluate()
+            self.run.evaluate(self._eval_sets, may_preempt=True)
             self.run.save_if_agreed()
 
     def step(self, batches: StepBatches) -> None:
@@ -91,7 +91,7 @@ class Training:
 
         # Before the save, so that the checkpoint holds its result.
         if self._eval_sets and run.evaluations.are_due(run.steps_done):
-            self._evaluate()
+            run.evaluate(self._eval_sets, may_preempt=True)
 
         run.maintain()
 
@@ -105,21 +105,18 @@ class Training:
 
         # The last evaluation may be the best one, and decides then which weights are written.
         if evaluates and config.checkpoint.best:
-            self._evaluate()
+            run.evaluate(self._eval_sets, may_preempt=True)
 
         # This saves the weights. It comes first, so that an error in the evaluation or in `show` cannot lose them.
         end_training(run)
         if evaluates and not config.checkpoint.best:
-            self._evaluate()
+            run.evaluate(self._eval_sets, may_preempt=True)
 
         # On all ranks, even if only rank 0 calls `show`: changing the weights may be collective.
         with run.trained_model.evaluation_weights():
             text = call_show(self.task, run)
 
         return close(run, text)
-
-    def _evaluate(self) -> None:
-        self.run.evaluate(self._eval_sets, may_preempt=True)
 
 
 def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> None:

@@ -345,7 +345,18 @@ class Run:
         """
         self.log.write_if_due()
         began = time.perf_counter()
-        evaluations = self._evaluate_all(sets, may_preempt)
+        trained = self.trained_model
+
+        # Not the micro-batch of the plan: the results must not depend on the number of ranks.
+        batch = evaluation_batch(self.config, self.plan.global_batch)
+        with (
+            self.reading_here(),
+            trained.evaluation_weights(),
+            trained.averaged_weights(),
+            self.gathering.whole_batches(),
+        ):
+            evaluations = trained.evaluator.evaluate(sets, batch, self.steps_done, may_preempt)
+
         self.log.interval.exclude(time.perf_counter() - began)  # the time of an evaluation is not that of a step
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
@@ -362,18 +373,6 @@ class Run:
                 self.hooks.after_eval(results_for_hooks(sets, evaluations))
 
         return evaluations
-
-    def _evaluate_all(self, sets: Sequence[EvaluationSet], may_preempt: bool) -> list[Evaluation] | None:
-        """Return the evaluations of all sets, or None if a preemption interrupted one of them."""
-        trained = self.trained_model
-
-        # Not the micro-batch of the plan: the results must not depend on the number of ranks.
-        batch = evaluation_batch(self.config, self.plan.global_batch)
-        steps_done = self.steps_done
-
-        here = self.reading_here()
-        with here, trained.evaluation_weights(), trained.averaged_weights(), self.gathering.whole_batches():
-            return trained.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
 
 
 def _wrong_count(count: int, given: str) -> UserError:

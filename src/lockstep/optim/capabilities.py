@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.optim.registry import TRAITS, OptimizerTraits
+from lockstep.optim.unknown.probe import ProbeFailed, check_independent
 
 # A user-defined optimizer may set this attribute to True if it is correct on DTensors.
 DTENSOR_ATTRIBUTE = "works_on_shards"
@@ -49,7 +49,7 @@ def can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_trusted(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs no trial: its traits say that it works on shards, or DTENSOR_ATTRIBUTE does."""
+    """Return whether an optimizer needs no probe: its traits say that it works on shards, or DTENSOR_ATTRIBUTE does."""
     return traits_of(optimizer).works_on_shards or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
 
 
@@ -68,7 +68,7 @@ def _path_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "post")) -> str | None:
-    """Return what registered the first hook on the step of this optimizer, such as one that clips; None if none."""
+    """Return the name of the first step hook's registration method, or None."""
     hooked = [kind for kind in kinds if vars(optimizer).get(f"_optimizer_step_{kind}_hooks")]
     return f"register_step_{hooked[0]}_hook" if hooked else None
 
@@ -76,7 +76,7 @@ def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "
 def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer must step full parameters. False: it updates every element independently.
 
-    No trial could prove that shards are enough: some optimizers treat only large matrices differently, or only after
+    No probe could prove that shards are enough: some optimizers treat only large matrices differently, or only after
     many steps. So only those get shards of which it is known (`OptimizerTraits.elementwise`).
     """
     # An optimizer that needs full parameters is stepped once for each, so a hook on its step would be called too often.
@@ -93,7 +93,7 @@ def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
     try:
         check_independent(optimizer)
-    except TrialFailed as reason:
+    except ProbeFailed as reason:
         fix = (
             "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
             f"{DTENSOR_ATTRIBUTE} = True in its class"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,9 @@ from lockstep.optim.capabilities import (
     step_hook,
     traits_of,
 )
-from lockstep.optim.foreign.stand_ins import step_with_stand_ins
-from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.optim.registry import OptimizerTraits
+from lockstep.optim.unknown.probe import ProbeFailed, check_independent
+from lockstep.optim.unknown.stand_ins import step_with_stand_ins
 from lockstep.runtime.shards import by_mesh, local
 
 if TYPE_CHECKING:
@@ -198,28 +198,12 @@ class Optimizers:
         facts = {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
         return facts | ({"groups": self.group_line} if self.group_line else {})
 
-    @contextmanager
-    def evaluation_weights(self, before_change: Callable[[], None]) -> Iterator[None]:
-        """Give the model the weights to evaluate and to save for a while: a schedule-free optimizer has others.
+    def switch(self, mode: Literal["train", "eval"], before_change: Callable[[], None] = lambda: None) -> None:
+        """Give the model the weights to train with, or those to evaluate and save. Collective under ZeRO-1.
 
-        `before_change` drops full parameters gathered from shards. Collective under ZeRO-1.
+        They differ only with an optimizer such as a schedule-free one; otherwise this does nothing. `before_change`
+        drops full parameters that were gathered from shards.
         """
-        self.use_evaluation_weights(before_change)
-        try:
-            yield
-        finally:
-            self.use_training_weights(before_change)
-
-    def use_evaluation_weights(self, before_change: Callable[[], None] = lambda: None) -> None:
-        """Give the model the weights to evaluate. See `evaluation_weights`."""
-        self._switch("eval", before_change)
-
-    def use_training_weights(self, before_change: Callable[[], None] = lambda: None) -> None:
-        """Give the model the weights to train with, as after a checkpoint has given it those to evaluate."""
-        self._switch("train", before_change)
-
-    def _switch(self, mode: str, before_change: Callable[[], None]) -> None:
-        """Switch optimizers that keep two points, such as schedule-free ones, to training or to evaluation."""
         if self._switching:
             before_change()
             for optimizer in self._switching:
@@ -241,7 +225,7 @@ class Optimizers:
             if has_trainable and not is_trusted(optimizer):
                 try:
                     check_independent(optimizer)
-                except TrialFailed as reason:
+                except ProbeFailed as reason:
                     fix = (
                         "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
                         f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
@@ -403,10 +387,10 @@ def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
     covered = {id(p) for p in parameters if p.requires_grad}
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
 
-    foreign = covered - trainable.keys()
-    if foreign:
+    outside = covered - trainable.keys()
+    if outside:
         raise UserError(
-            f"the optimizer holds {len(foreign)} trainable parameters that the model does not have",
+            f"the optimizer holds {len(outside)} trainable parameters that the model does not have",
             "",
             "make them part of the module that model() returns (a learned loss weight, a head, ...), and build the "
             "optimizer from that very module",

@@ -32,7 +32,7 @@ class OptimizerTraits:
     divides: bool = False
     # Whether that kernel also skips correctly on the device (`found_inf`).
     skips: bool = False
-    # Whether it is correct on DTensors. Other optimizers get plain tensors instead (optim/foreign/stand_ins.py).
+    # Whether it is correct on DTensors. Other optimizers get plain tensors instead (optim/unknown/stand_ins.py).
     works_on_shards: bool = False
     # Whether it fails on DTensors, but updates every element independently: it can step the shards as plain tensors.
     elementwise: bool = False

@@ -53,7 +53,7 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     local_batch = config.local_batch and config.local_batch * trained.driver.role.data_size
     batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
     with trained.averaged_weights():
-        evaluations = trained.evaluator.evaluate_all(sets, batch, steps_done, may_preempt=True)
+        evaluations = trained.evaluator.evaluate(sets, batch, steps_done, may_preempt=True)
 
     # There is nothing to save: the command can be repeated.
     if evaluations is None:

@@ -202,25 +202,31 @@ class Evaluator:
         return Transfer(self.runtime.device)
 
     def evaluate(
-        self, chosen: EvaluationSet, batch: int, steps_done: int, may_preempt: bool = False
-    ) -> Evaluation | None:
-        """Evaluate the weights and log the result. `batch`: samples of a forward, unless the set has its own.
+        self, sets: Sequence[EvaluationSet], batch: int, steps_done: int, may_preempt: bool = False
+    ) -> list[Evaluation] | None:
+        """Evaluate the weights on one set after the other, and log the results.
 
-        With `may_preempt` all ranks stop when one is preempted, and None is returned.
+        `batch` is the number of samples of a forward, unless a set has its own. With `may_preempt` all ranks stop when
+        one is preempted, and None is returned.
         """
-        began = time.perf_counter()
-        evaluation = self.measure(chosen, batch, steps_done, may_preempt)
+        evaluations = []
+        for chosen in sets:
+            began = time.perf_counter()
+            evaluation = self.measure(chosen, batch, steps_done, may_preempt)
 
-        # A preempted evaluation is repeated after the resume, and logged then.
-        if evaluation is not None:
+            # A preempted evaluation is repeated after the resume, and logged then.
+            if evaluation is None:
+                return None
+
             self._log(evaluation, chosen, time.perf_counter() - began)
+            evaluations.append(evaluation)
 
-        return evaluation
+        return evaluations
 
     def measure(
         self, chosen: EvaluationSet, batch: int, steps_done: int, may_preempt: bool = False
     ) -> Evaluation | None:
-        """Do what `evaluate` does, without a record."""
+        """Evaluate the weights on one set, as `evaluate` does, and log nothing."""
         # A set may have a batch size of its own, such as one of long samples.
         batch = chosen.batch or batch
 
@@ -268,21 +274,6 @@ class Evaluator:
         metrics = MetricStates(chosen.metrics, self.runtime.device)
         metrics.update(loss.outputs)
         return [*(name for name, *_ in metric_terms(loss)), *metrics.results()]
-
-    def evaluate_all(
-        self, sets: Sequence[EvaluationSet], batch: int, steps_done: int, may_preempt: bool = False
-    ) -> list[Evaluation] | None:
-        """Evaluate on one set after the other; None if a preemption interrupted one of them."""
-        evaluations = []
-
-        for chosen in sets:
-            evaluation = self.evaluate(chosen, batch, steps_done, may_preempt)
-            if evaluation is None:
-                return None
-
-            evaluations.append(evaluation)
-
-        return evaluations
 
     def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
         # The usual case, one set that is monitored, has no fields for that.

@@ -236,8 +236,9 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.trained_model.evaluator.evaluate(chosen, batch, steps_done=0)
-        assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
+        evaluations = self.trained_model.evaluator.evaluate([chosen], batch, steps_done=0)
+        assert evaluations is not None, "only an evaluation that may be preempted ends early"
+        self.evaluation = evaluations[0]
         return self.evaluation
 
     def on_failure(self, release: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
