@@ -39,7 +39,7 @@ def end_training(run: Run) -> None:
     _log_stop(run)
 
     counters = run.stepper.counters
-    run.stepper.outcomes.check_something_learned(counters.steps_done, counters.steps_applied)
+    run.stepper.outcome_handler.check_something_learned(counters.steps_done, counters.steps_applied)
     run.check_replicas()
 
     # The last evaluation may be the best one.

@@ -265,8 +265,8 @@ class Run:
             self.recorder.poll(wait=True)
 
         # After a rewind there is nothing to check or to save: the state was just loaded from a checkpoint.
-        if self.stepper.outcomes.rewind_after:
-            self._rewind(self.stepper.outcomes.rewind_after)
+        if self.stepper.outcome_handler.rewind_after:
+            self._rewind(self.stepper.outcome_handler.rewind_after)
         else:
             self._check_and_save(steps_done, save_due)
 
@@ -293,7 +293,7 @@ class Run:
 
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
-        self.stepper.outcomes.rewind_after = None
+        self.stepper.outcome_handler.rewind_after = None
         self.checkpoints.rewind(skipped.result, skipped.span)
         self.log.interval.restart_clock()
 

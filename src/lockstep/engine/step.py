@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
+from lockstep.engine.outcome import Outcome, OutcomeHandler, skip_on_device
 from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
@@ -74,7 +74,7 @@ class Stepper:
         self.learning_rate = learning_rate
 
         self.scaler = context.scaler
-        self.outcomes = Outcomes(context)
+        self.outcome_handler = OutcomeHandler(context)
 
         self.update = Update(
             optimizers, context.config.clip, driver.role.replicated, driver.norms, context.runtime.device
@@ -150,11 +150,11 @@ class Stepper:
 
         # No limit: a pass that applies nothing cannot be skipped as a spike.
         outcome = Outcome(progress, reduced, math.inf, word, grad_norm)
-        self.outcomes.check(outcome)
+        self.outcome_handler.check(outcome)
 
         # In place, because the user reads `p.grad` until the next pass.
         self.update.multiply(reduced.parameters, to_mean)
-        result = self.outcomes.conclude_measured(outcome)
+        result = self.outcome_handler.handle_measured(outcome)
         self._interval.skipped += result.skip_reason is not None
         return result
 
@@ -164,8 +164,8 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
 
         # All ranks have the same numbers here, so they agree without another collective.
-        outcome = Outcome(progress, reduced, self.outcomes.spikes.limit(), word, grad_norm)
-        self.outcomes.check(outcome)
+        outcome = Outcome(progress, reduced, self.outcome_handler.spikes.limit(), word, grad_norm)
+        self.outcome_handler.check(outcome)
         progress.skipped = not outcome.applied
         if outcome.applied:
             self.update.step(reduced.parameters, factor, progress.update_count, progress.optimizer_indices)
@@ -179,7 +179,7 @@ class Stepper:
         weight = reduced.codec.weight(reduced.packed_word)
         grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
-        loss_limit = self.outcomes.spikes.limit()
+        loss_limit = self.outcome_handler.spikes.limit()
         progress.skipped = skip = skip_on_device(reduced, grad_norm, weight, loss_limit)
 
         # `factor` and `skip` are tensors of shape (): the host only launches kernels, and knows neither value.
@@ -217,7 +217,7 @@ class Stepper:
             self._uncount_update(pending.progress)
 
         # The device has decided about the update long ago: this can only end the run.
-        self.outcomes.check(outcome)
+        self.outcome_handler.check(outcome)
         return self._conclude(outcome)
 
     def _wait_for_word(self, reduced: Reduced) -> tuple[ControlWord, float]:
@@ -243,7 +243,7 @@ class Stepper:
         if outcome.applied:
             self._interval.sums.add(outcome.progress.losses, outcome.progress.metrics)
 
-        result = self.outcomes.conclude(outcome)
+        result = self.outcome_handler.handle(outcome)
         self._interval.skipped += result.skip_reason is not None
         return result
 
@@ -268,11 +268,11 @@ class Stepper:
         assert self._pending is None, "state_dict() before wait_for_outcome()"
         # The keys are part of the file format: `step` is the number of steps done.
         counters = {"step": self.counters.steps_done, "applied": self.counters.steps_applied}
-        return {"counters": counters, **self.outcomes.state_dict()}
+        return {"counters": counters, **self.outcome_handler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters = Counters(state["counters"]["step"], state["counters"]["applied"])
-        self.outcomes.load_state_dict(state)
+        self.outcome_handler.load_state_dict(state)
 
         self._pending = None  # the outcome of a step that this load undoes
         self.learning_rate.remember_rates()  # loading replaced the parameter groups

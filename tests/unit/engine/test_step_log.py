@@ -34,7 +34,7 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     """A log with a line every 3 of 8 steps; on a GPU, outcomes come `late`."""
     stepper: Any = SimpleNamespace(
         counters=SimpleNamespace(steps_done=0),
-        outcomes=SimpleNamespace(skipped=0),
+        outcome_handler=SimpleNamespace(skipped=0),
         context=SimpleNamespace(metric_names=MetricNames(new=False), runtime=SimpleNamespace(collectives=COLLECTIVES)),
         lr=0.1,
         scaler=None,

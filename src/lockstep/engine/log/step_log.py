@@ -95,7 +95,11 @@ class StepLog:
         self.line_due = False
         stepper = self._stepper
         steps_done = stepper.counters.steps_done
-        numbers: dict[str, Any] = {"step": steps_done, "lr": float(stepper.lr), "skipped": stepper.outcomes.skipped}
+        numbers: dict[str, Any] = {
+            "step": steps_done,
+            "lr": float(stepper.lr),
+            "skipped": stepper.outcome_handler.skipped,
+        }
 
         # Numbers that not every run has.
         if result is not None:
