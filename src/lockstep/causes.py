@@ -25,7 +25,7 @@ _TABLE = {
     # The loss, its weight, and metrics.
     "mean-of-means": (
         "a mean of means: every micro-batch counts the same, however many terms it has",
-        "return Loss.sum(sum of n terms, n), or Loss.mean(their mean, n); weight=1 is right only for a single term",
+        "return Loss(sum of n terms, n), or Loss.mean(their mean, n); weight=1 is right only for a single term",
     ),
     "mean-for-sum": (
         "a mean where a sum is needed: the weight grows with the micro-batch, and the loss does not",

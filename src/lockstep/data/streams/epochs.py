@@ -62,11 +62,11 @@ class EpochSource(DatasetSource):
 
         # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
         if not self._needs_transfer:
-            return replace(batches, micro_batches=map(replace, batches))
+            return replace(batches, micro_batches=map(copy.copy, batches))
 
         # `map`, because a generator would keep the last one on the device until it has the next.
         moved = self._transfer.ahead(micro.data for micro in batches)
-        return replace(batches, micro_batches=map(_with_data, batches, moved))
+        return replace(batches, micro_batches=map(MicroBatch.with_data, batches, moved))
 
     def _read_step(self) -> StepBatches:
         """Read the next global step, and return it with its micro-batches in host memory."""
@@ -80,10 +80,7 @@ class EpochSource(DatasetSource):
         options = self.options
         count = options.num_micro_batches
         padding = padding_count(count, len(micros), options.data_world, options.collective_forwards)
-        micros += [
-            MicroBatch(last.data, last.index, last.num_samples, self.epoch, padding=True, place=last.place)
-            for _ in range(padding)
-        ]
+        micros += [self._as_padding(last) for _ in range(padding)]
         return StepBatches(len(micros), micros, samples, exhausted=self._ended)
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
@@ -103,6 +100,12 @@ class EpochSource(DatasetSource):
         """Return an estimate, which assumes that the other ranks have the same number of samples."""
         return sum(micro.num_samples for micro in micros) * self.options.data_world.size
 
+    def _as_padding(self, micro: MicroBatch) -> MicroBatch:
+        """Return a copy that runs with weight 0. Its samples count elsewhere, so it has no ids."""
+        copied = micro.with_data(micro.data, padding=True)
+        copied.epoch, copied.ids = self.epoch, ()
+        return copied
+
     def _make_padding(self, micros: list[MicroBatch]) -> None:
         """Turn micro-batches that collate emptied into padding, with the data of another one and weight 0."""
         empty = [micro for micro in micros if is_empty(micro.data)]
@@ -121,10 +124,6 @@ class EpochSource(DatasetSource):
         for micro in empty:
             micro.data = nonempty[0].data
             micro.padding = True
-
-
-def _with_data(micro: MicroBatch, data: Any) -> MicroBatch:
-    return replace(micro, data=data)
 
 
 def comparable_copy(sample: Any) -> Any:
