@@ -38,7 +38,7 @@ class WorkerCopies:
         for name in self._changed():
             raise UserError(
                 f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
-                "they have copies of the dataset, and read ahead",
+                "they have copies of the dataset, and prefetch",
                 "set data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
                 "torch, numpy or random, which are seeded by epoch and sample. If the workers need not see it, since "
                 "only your sampler reads it, say, set checks.first_batch=false",

@@ -2,7 +2,7 @@
 
 This does not change the result. A micro-batch has the same samples and random numbers on any rank, and sums are divided
 once. So the assignment of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Worker processes read ahead, so a new assignment takes effect at a later position in the data, on which all ranks agree.
+Worker processes prefetch, so a new assignment takes effect at a later position in the data, on which all ranks agree.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class StepProgress:
         context = self._context
         assert context.scaler is not None
 
-        # All other ranks contribute 0, as do stages without a loss. In a pipeline `record` has not checked the weight yet.
+        # All other ranks contribute 0, as do stages without a loss. A pipeline has not checked the weight before.
         is_first = micro.index == 0 and not micro.padding and context.reports_loss
         counts = [float(_checked_weight(weight)), float(micro.num_samples)] if is_first else [0.0, 0.0]
 

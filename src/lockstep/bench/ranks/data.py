@@ -41,7 +41,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         loop = rank.loop(block)
         run = next(loop)
 
-        # Workers read ahead while others take turns. What they have read by then is taken first and not timed, and
+        # Workers prefetch while others take turns. What they have read by then is taken first and not timed, and
         # many more batches are timed than the queues hold.
         queued = workers * run.config.data.prefetch
         count = max(block, TIMES * queued)
@@ -59,7 +59,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
                 trained = take(loop)
                 run.source = source
 
-                # Both loaders read as many batches, with as many workers that read ahead as far.
+                # Both loaders read as many batches, with as many workers that prefetch as many.
                 ours = _seconds(lambda: _read(source), queued, count)
                 theirs = _seconds(lambda: next(plain), queued, count) if plain is not None else None
                 yield {"train": trained.seconds / block, "ours": ours, "torch": theirs}

@@ -156,7 +156,7 @@ class ResumableStreamSource(EpochSource):
 
     def _pull(self) -> list[MicroBatch]:
         begins = self._reads is None
-        self._reads = self._reads or self._start_reading()
+        self._reads = self._reads or self._start_loader()
 
         # One part of the step from each worker process, in turn.
         parts = self._next_parts(self._reads)
@@ -169,14 +169,14 @@ class ResumableStreamSource(EpochSource):
             self.options.check_state(self._states_taken)
             self._note_start(parts)
 
-        micros = [self._micro_batch(read) for part in parts for read in part.micro_batches]
+        micro_batches = [self._micro_batch(read) for part in parts for read in part.micro_batches]
 
         # A rank that has had no micro-batch in this epoch needs something to run as padding.
-        if not micros and self._last is None:
+        if not micro_batches and self._last is None:
             spares = [part.spare for part in parts if part.spare is not None]
-            micros = [self._micro_batch(spare, padding=True) for spare in spares[:1]]
+            micro_batches = [self._micro_batch(spare, padding=True) for spare in spares[:1]]
 
-        return micros
+        return micro_batches
 
     def _next_parts(self, reads: Iterator[_StepRead | None]) -> list[_StepRead]:
         """Return the next part of each worker process. None comes from one that still restores its position."""
@@ -211,7 +211,7 @@ class ResumableStreamSource(EpochSource):
             reason = f"the stream was read again up to its position: {plural(samples, 'sample')} in {seconds:.1f} s"
             self.options.log_event("note", reason=reason)
 
-    def _start_reading(self) -> Iterator[_StepRead | None]:
+    def _start_loader(self) -> Iterator[_StepRead | None]:
         # Nothing has arrived. Without workers, this process is the only reader.
         options = self.options
         self._arrived = [deque() for _ in range(max(1, options.config.workers))]
@@ -220,7 +220,7 @@ class ResumableStreamSource(EpochSource):
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
         self.same_on_all_ranks = list(map(str, self._paths())) if self.shards.shards > 1 else None
 
-        self._reading = start_loader(
+        self._loader_batches = start_loader(
             _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
             options.config.workers,
             options.config.prefetch,
@@ -228,7 +228,7 @@ class ResumableStreamSource(EpochSource):
             batch_size=None,
             collate_fn=already_collated,
         )
-        return self._reading
+        return self._loader_batches
 
     def _find_padding(self) -> MicroBatch:
         """Read the first samples of the epoch again: this rank has none left, or never had any."""
@@ -258,10 +258,10 @@ class ResumableStreamSource(EpochSource):
             "once, and a stream with a state must set it back",
         )
 
-    def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
+    def _samples_on_all_ranks(self, micro_batches: list[MicroBatch]) -> int:
         """Return the global batch, or an estimate if places in it are empty."""
         places = sum(len(places_of(index, self.options)) for index in self.indices)
-        samples = sum(micro.num_samples for micro in micros if not micro.padding)
+        samples = sum(micro.num_samples for micro in micro_batches if not micro.padding)
         return samples * self.options.global_batch // places if places else 0
 
     def _describe(self) -> str:

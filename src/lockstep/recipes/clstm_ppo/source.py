@@ -142,8 +142,8 @@ class Rollouts(BatchSource):
         if self.days is None:
             self._collect()
 
-        micros = [self._micro_batch(local) for local in range(len(self.cohorts))]
-        return StepBatches(len(micros), micros, self.context.global_batch)
+        micro_batches = [self._micro_batch(local) for local in range(len(self.cohorts))]
+        return StepBatches(len(micro_batches), micro_batches, self.context.global_batch)
 
     def note_kl(self, cohort: int, total: Tensor, weight: int) -> None:
         """Add the KL divergence of a micro-batch: how far the policy has moved from the one that traded."""
