@@ -91,6 +91,13 @@ class MicroBatch:
 
     __slots__ = ("_sample_offset", "data", "epoch", "ids", "index", "num_samples", "padding")
 
+    data: Any
+    index: int  # among all micro-batches of the global step, not only this rank's
+    num_samples: int
+    epoch: int
+    ids: Any  # ids of the samples (int64); empty if the source has no ids
+    padding: bool  # runs only because collectives need every rank; its weight must be 0
+
     def __init__(
         self,
         data: Any,
@@ -102,11 +109,11 @@ class MicroBatch:
         sample_offset: int | None = None,
     ):
         self.data = data
-        self.index = index  # among all micro-batches of the global step, not only this rank's
+        self.index = index
         self.num_samples = num_samples
         self.epoch = epoch
-        self.ids = ids  # ids of the samples (int64); empty if the source has no ids
-        self.padding = padding  # runs only because collectives need every rank; its weight must be 0
+        self.ids = ids
+        self.padding = padding
         self._sample_offset = sample_offset  # None if the source does not know it
 
     @property
@@ -199,7 +206,7 @@ class BatchSource(ABC):
     # ---- optional ----
 
     # A line about the data for the banner, or None; `attach` may set it.
-    about: str | None = None
+    banner: str | None = None
 
     def attach(self, context: SourceContext) -> None:  # noqa: B027
         """Prepare to make batches by calling the model (a rollout).

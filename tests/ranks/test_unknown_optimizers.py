@@ -362,4 +362,4 @@ def test_nothing_is_tried_where_parameters_are_whole() -> None:
             raise UserError("it was called", "", "")
 
     model = nn.Linear(2, 2)
-    assert Optimizers(Picky(model.parameters()), model).facts == {}
+    assert Optimizers(Picky(model.parameters()), model).banner == {}

@@ -39,7 +39,7 @@ class TakenLoader:
     settings: dict[str, Any]  # dotted keys, for settings that were left at their defaults
     parts: list[str]  # what was taken, in words, besides the settings
 
-    def describe(self, used: set[str]) -> str:
+    def banner(self, used: set[str]) -> str:
         """Return a line for the banner. `used` are the keys of `settings` that the run has taken over."""
         settings = [f"{key}={typed(value)}" for key, value in self.settings.items() if key in used]
         line = f"taken: {', '.join([*self.parts, *settings])}"

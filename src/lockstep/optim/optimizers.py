@@ -183,7 +183,7 @@ class Optimizers:
         }
         self._updating = False
         self._hooks: list[Any] = []
-        self.group_line: str | None = None  # about the groups that `optim.groups` made, for the banner
+        self.group_banner: str | None = None  # about the groups that `optim.groups` made
 
         # Optimizers that train and evaluate with different weights (schedule-free).
         self._switching: list[Any] = [o for o in self.all if hasattr(o, "train") and hasattr(o, "eval")]
@@ -191,12 +191,12 @@ class Optimizers:
             optimizer.train()
 
     @property
-    def facts(self) -> dict[str, str]:
+    def banner(self) -> dict[str, str]:
         """The banner lines about optimizers that need full parameters, and about groups by name, if there are any."""
         names = [type(optimizer).__name__ for optimizer in self.all if self._stand_ins.get(id(optimizer))]
         how = "gathers one parameter after another, because its update needs full parameters"
-        facts = {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
-        return facts | ({"groups": self.group_line} if self.group_line else {})
+        lines = {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
+        return lines | ({"groups": self.group_banner} if self.group_banner else {})
 
     def switch(self, mode: Literal["train", "eval"], before_change: Callable[[], None] = lambda: None) -> None:
         """Give the model the weights to train with, or those to evaluate and save. Collective under ZeRO-1.

@@ -132,7 +132,7 @@ class SchedulerRate(LearningRate):
         for entry in self._entries:
             vars(entry.scheduler).pop("step", None)
 
-    def describe(self) -> str:
+    def banner(self) -> str:
         names = " and ".join(dict.fromkeys(self._kinds()))
         return f"start {float(self.groups[0]['lr']):.3g}, then by {names}"
 

@@ -76,7 +76,7 @@ class ResumableStreamSource(EpochSource):
         self.indices = local_micro_batches(options)
         self._own_shards = shards_of(self.indices, shards, options)
         super().__init__(collate, options)
-        self.about = self._describe()
+        self.banner = self._make_banner()
 
         # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
         self._states: dict[int, State] = {}
@@ -264,7 +264,7 @@ class ResumableStreamSource(EpochSource):
         samples = sum(micro.num_samples for micro in micro_batches if not micro.padding)
         return samples * self.options.global_batch // places if places else 0
 
-    def _describe(self) -> str:
+    def _make_banner(self) -> str:
         count = self.shards.shards
         how = "is read again up to its position" if self.options.config.resume == "reread" else "continues exactly"
         text = f"a stream in {plural(count, 'virtual shard')}; a resumed run {how}"

@@ -40,7 +40,7 @@ class StridedStreamSource(EpochSource):
     `ResumableStreamSource`.
     """
 
-    about = "a stream; without a state_dict, a resumed run repeats its epoch"
+    banner = "a stream; without a state_dict, a resumed run repeats its epoch"
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         micro_batch = options.micro_batch_size

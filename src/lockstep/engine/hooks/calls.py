@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.task import Loss, MicroBatch, RunView, StepResult, Task
 
 # Every hook, with the arguments of the call. `Task` documents each of them.
-HOOKS = {
+USER_HOOKS = {
     "before_training": ("run",),
     "first_steps": ("names",),
     "before_batch": ("run", "micro"),
@@ -47,7 +47,7 @@ class Hooks:
         # The task's hooks come first.
         owners = [owner for owner in (task, *self.callbacks) if owner is not None]
         self._found: dict[str, list[Hook]] = {}
-        for name in HOOKS:
+        for name in USER_HOOKS:
             found = [find(owner, name) for owner in owners]
             self._found[name] = [hook for hook in found if hook is not None]
 
@@ -181,13 +181,13 @@ def _check_function(full_name: str, method: Any) -> None:
 
 
 def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> None:
-    """Raise if a hook cannot be called with the arguments of HOOKS."""
+    """Raise if a hook cannot be called with the arguments of USER_HOOKS."""
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # not every callable has one
         return
 
-    expected = HOOKS[name]
+    expected = USER_HOOKS[name]
     try:
         signature.bind(*expected)
     except TypeError as error:
@@ -225,9 +225,9 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:
                 f"pass {callback.__name__}(...)",
             )
 
-        if not any(hasattr(callback, name) for name in HOOKS):
+        if not any(hasattr(callback, name) for name in USER_HOOKS):
             raise UserError(
                 f"a {type(callback).__name__} is not a callback: it has none of the hooks",
                 "",
-                f"give it one of these methods: {', '.join(HOOKS)}",
+                f"give it one of these methods: {', '.join(USER_HOOKS)}",
             )

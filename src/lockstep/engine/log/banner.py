@@ -136,7 +136,7 @@ def _batch(plan: Plan) -> str:
 
 def _data(plan: Plan, config: RunConfig) -> str:
     """`1,000 samples, 16 steps an epoch; 100 steps = 6.25 epochs`"""
-    # A source without a length has no number of steps per epoch. It may describe itself (`BatchSource.about`).
+    # A source without a length has no number of steps per epoch. It may describe itself (`BatchSource.banner`).
     if plan.steps_per_epoch is None or plan.samples is None:
         return f"a batch source, {plural(plan.steps, 'step')}"
 
@@ -158,7 +158,7 @@ def _data(plan: Plan, config: RunConfig) -> str:
 
 def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     """Return the rates at the landmarks of the schedule, and the rule by which they were scaled."""
-    landmarks = rate.describe()
+    landmarks = rate.banner()
     if config.lr.scaling == "none":
         return landmarks
 

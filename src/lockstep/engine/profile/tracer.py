@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.engine.run import Run
-from lockstep.observe.profile.timeline import Breakdown, Span, breakdown
+from lockstep.observe.profile.timeline import Breakdown, HostPhase, breakdown
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.task import Loss
@@ -114,11 +114,11 @@ class StepTracer(StepPart):
 
         # The phases are one more track of the rank.
         trace = json.loads(file.read_text())
-        spans = self._spans(trace.get("baseTimeNanoseconds", 0))
-        trace["lockstep_spans"] = [(span.start, span.end, span.kind) for span in spans]
+        phases = self._phases(trace.get("baseTimeNanoseconds", 0))
+        trace["lockstep_phases"] = [(phase.start, phase.end, phase.kind) for phase in phases]
 
         file.write_text(json.dumps(trace))
-        return breakdown(trace["traceEvents"], spans, self.steps, self._runtime.on_gpu, self._element_bytes)
+        return breakdown(trace["traceEvents"], phases, self.steps, self._runtime.on_gpu, self._element_bytes)
 
     def _wait(self) -> None:
         """Wait for the device. Host-device synchronisation, at both ends of a trace."""
@@ -131,9 +131,9 @@ class StepTracer(StepPart):
         if self._hook is not None:
             self._hook(step, phase)
 
-    def _spans(self, base: int) -> list[Span]:
-        """Return the marks as spans, in microseconds of the trace's clock."""
+    def _phases(self, base: int) -> list[HostPhase]:
+        """Return the marks as phases, in microseconds of the trace's clock."""
         # The profiler counts from a base of its own.
         times = [((moment - base) / 1e3, kind) for moment, kind in self._marks]
         pairs = itertools.pairwise(times)
-        return [Span(start, end, kind) for (start, kind), (end, _) in pairs if end > start]
+        return [HostPhase(start, end, kind) for (start, kind), (end, _) in pairs if end > start]

@@ -71,14 +71,14 @@ def wrap_optimizers(
         check_kind(optimizer)
 
     optimizers = build_optimizers(config, user_optimizers, model)
-    group_line = apply_groups(config.optim.groups, as_list(optimizers), model)
+    group_banner = apply_groups(config.optim.groups, as_list(optimizers), model)
 
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
     shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
     sharded = shards_only_state and not runtime.world.alone
     wrapped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
 
-    wrapped.group_line = group_line
+    wrapped.group_banner = group_banner
 
     # Parameters stored in bfloat16 are updated through float32 copies.
     if precision.rounding:

@@ -138,7 +138,7 @@ def _take_loader(builder: RunBuilder, data: Any, collate: Collate) -> tuple[Any,
     check_same_config(builder.config, builder.runtime)
 
     used = {key for key in taken.settings if builder.resolved.sources[key] == "DataLoader"}
-    return taken.data, taken.collate, {"DataLoader": taken.describe(used)}
+    return taken.data, taken.collate, {"DataLoader": taken.banner(used)}
 
 
 def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate) -> tuple[Plan, BatchSource]:
@@ -264,9 +264,9 @@ def _describe(
 
     # The driver, the optimizers and the source may add some.
     facts |= trained.driver.facts
-    facts |= trained.optimizers.facts
-    if source.about:
-        facts["data"] = source.about
+    facts |= trained.optimizers.banner
+    if source.banner:
+        facts["data"] = source.banner
 
     return facts
 

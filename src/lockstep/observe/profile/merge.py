@@ -41,7 +41,7 @@ def merge(files: Sequence[Path], target: Path) -> None:
                 "ts": start + shift,
                 "dur": end - start,
             }
-            for start, end, kind in trace.get("lockstep_spans", [])
+            for start, end, kind in trace.get("lockstep_phases", [])
         ]
 
     with gzip.open(target, "wt", compresslevel=6) as file:

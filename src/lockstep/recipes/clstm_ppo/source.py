@@ -115,7 +115,7 @@ class Rollouts(BatchSource):
         # For each cohort of all ranks the sum and the weight of the KL divergence in this epoch.
         count = -(-context.global_batch // context.micro_batch_size)
         self.kl = torch.zeros(count, 2, dtype=torch.float64, device=context.device)
-        self.about = (
+        self.banner = (
             f"rollouts of {self.options.rollout} days in {self.environments} environments, up to "
             f"{context.micro_batch_size * self.options.minibatches} at a time; at most {self.options.steps} steps from "
             "each"
