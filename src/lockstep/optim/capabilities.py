@@ -1,4 +1,7 @@
-"""The abilities of an optimizer, by the traits of its class, by what that declares, and by its hooks."""
+"""What an optimizer can do, and which ones are refused.
+
+The traits of its class, the attributes that it sets for us, and its hooks tell.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
@@ -38,6 +42,32 @@ def check_kind(optimizer: Any) -> None:
             "LBFGS evaluates the loss again and again inside its step",
             "use AdamW or SGD; if a step needs gradients at several points, as in SAM, go over its batches several "
             "times: run.steps(dataset, passes=2)",
+        )
+
+
+def check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
+    """Check that the optimizers hold every trainable parameter of the model, and nothing else.
+
+    The gradient of a parameter outside the model would never be all-reduced.
+    """
+    covered = {id(p) for p in parameters if p.requires_grad}
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+
+    outside = covered - trainable.keys()
+    if outside:
+        raise UserError(
+            f"the optimizer holds {len(outside)} trainable parameters that the model does not have",
+            "",
+            "make them part of the module that model() returns (a learned loss weight, a head, ...), and build the "
+            "optimizer from that very module",
+        )
+
+    forgotten = [name for key, name in trainable.items() if key not in covered]
+    if forgotten:
+        raise UserError(
+            f"{len(forgotten)} trainable parameters are in no optimizer, first {forgotten[0]!r}",
+            "they would never be updated",
+            "add them to an optimizer, or freeze them with requires_grad_(False)",
         )
 
 

@@ -24,6 +24,7 @@ from lockstep.optim.capabilities import (
     HOOK_FIX,
     can_step_as_is,
     cannot_step,
+    check_coverage,
     check_kind,
     is_trusted,
     needs_full_parameters,
@@ -161,7 +162,7 @@ class Optimizers:
         for optimizer in self.all:
             check_kind(optimizer)
 
-        _check_coverage(self.parameters(), model)
+        check_coverage(self.parameters(), model)
 
         # The model's parameters, by optimizer and group. ZeRO-1 and master weights change `group["params"]` itself.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
@@ -215,7 +216,7 @@ class Optimizers:
         """Refuse optimizers whose update of one parameter depends on others: `owner` steps only some of them."""
         for optimizer in self.all:
             # An optimizer without trainable parameters may update something that has no gradient.
-            has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            has_trainable = any(p.requires_grad for p in _parameters_of(optimizer))
             if has_trainable and (hook := step_hook(optimizer)):
                 reason = f"its hook on a step ({hook}) would see only these gradients, and no updates of other ranks"
                 raise cannot_step(
@@ -377,29 +378,3 @@ def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.P
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
-    """Check that the optimizers hold every trainable parameter of the model, and nothing else.
-
-    The gradient of a parameter outside the model would never be all-reduced.
-    """
-    covered = {id(p) for p in parameters if p.requires_grad}
-    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-
-    outside = covered - trainable.keys()
-    if outside:
-        raise UserError(
-            f"the optimizer holds {len(outside)} trainable parameters that the model does not have",
-            "",
-            "make them part of the module that model() returns (a learned loss weight, a head, ...), and build the "
-            "optimizer from that very module",
-        )
-
-    forgotten = [name for key, name in trainable.items() if key not in covered]
-    if forgotten:
-        raise UserError(
-            f"{len(forgotten)} trainable parameters are in no optimizer, first {forgotten[0]!r}",
-            "they would never be updated",
-            "add them to an optimizer, or freeze them with requires_grad_(False)",
-        )

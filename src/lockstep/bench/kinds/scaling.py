@@ -23,6 +23,7 @@ from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded, Team, cpu_seconds, wall_seconds
 from lockstep.bench.results import Column, Section, cell, judged, middle
 from lockstep.errors import UserError, plural
+from lockstep.observe.profile.merge import mean_over_ranks
 
 TARGETS = {"weak": 0.90, "strong": 0.80}
 
@@ -203,8 +204,8 @@ def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int,
         "speedup": speedup,
         "scaling_efficiency": efficiency,
         **limits,
-        "compute_fraction": _mean(traced, "compute_fraction"),
-        "overlap_fraction": _mean(traced, "overlap_fraction"),
+        "compute_fraction": mean_over_ranks(traced, "compute_fraction"),
+        "overlap_fraction": mean_over_ranks(traced, "overlap_fraction"),
         "megabytes_per_step": traced[0]["bytes_per_step"] / 1e6,
         "collectives": len(traced[0]["collectives"]),
         "breakdown_ms": _breakdown(traced),
@@ -238,10 +239,6 @@ def _slowest_seconds(ranks: list[dict[str, Any]]) -> float:
     """Return how long a turn would take if every step took as long as on its slowest rank."""
     steps = zip(*(rank["step_seconds"] for rank in ranks), strict=True)
     return math.fsum(map(max, steps))
-
-
-def _mean(ranks: Sequence[dict[str, Any]], key: str) -> float:
-    return sum(rank[key] for rank in ranks) / len(ranks)
 
 
 def _breakdown(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -84,17 +84,17 @@ def matmul_rate(device: torch.device) -> float:
 
     for _ in range(REPEATS):
         # A GPU only queues the product, so wait before and after it.
-        _wait(device)
+        wait_for_device(device)
         began = time.perf_counter()
         a @ a
-        _wait(device)
+        wait_for_device(device)
         best = min(best, time.perf_counter() - began)
 
     # Each of the size^2 results needs `size` multiplications and as many additions.
     return 2 * size**3 / best
 
 
-def _wait(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until the device has done what was launched. A CPU has by the time a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.engine.profile.flops import StepFlops, matmul_rate
 from lockstep.engine.profile.tracer import StepTracer
 from lockstep.engine.run import Run
-from lockstep.observe.profile.merge import mean_kinds, merge, warnings
+from lockstep.observe.profile.merge import mean_kinds, mean_over_ranks, merge, warnings
 from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.step_parts import StepPart
 from lockstep.run_folder.names import PROFILE
@@ -106,20 +106,19 @@ class ProfiledSteps(StepPart):
         """Record what the steps went into, and what to do about it."""
         # Means over the ranks, in milliseconds. What takes no time, such as communication on one rank, is left out.
         kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
-        facts: dict[str, Any] = {"ms_per_step": kinds, "overlap_fraction": round(_mean(ranks, "overlap_fraction"), 3)}
+        facts: dict[str, Any] = {
+            "ms_per_step": kinds,
+            "overlap_fraction": round(mean_over_ranks(ranks, "overlap_fraction"), 3),
+        }
 
         # Numbers that not every run has: the operations may be unknown, and a CPU has no kernels to be busy with.
         if all(rank.get("mfu") for rank in ranks):
-            facts["mfu"] = round(_mean(ranks, "mfu"), 4)
+            facts["mfu"] = round(mean_over_ranks(ranks, "mfu"), 4)
 
         if ranks[0]["busy"] is not None:
-            facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
+            facts["gpu_busy"] = round(mean_over_ranks(ranks, "busy"), 3)
 
         step = self._run.steps_done
         self._run.recorder.event("profile", step=step, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
             self._run.recorder.event("warning", step=step, reason=reason)
-
-
-def _mean(ranks: list[dict[str, Any]], key: str) -> float:
-    return sum(rank[key] for rank in ranks) / len(ranks)

@@ -11,9 +11,9 @@ import json
 import time
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.engine.profile.flops import wait_for_device
 from lockstep.engine.run import Run
 from lockstep.observe.profile.timeline import Breakdown, HostPhase, breakdown
 from lockstep.parallel.progress import StepProgress
@@ -71,7 +71,7 @@ class StepTracer(StepPart):
         self._hook, heartbeat.hook = heartbeat.hook, self._beat
 
         # The first step begins with an idle device.
-        self._wait()
+        wait_for_device(self._runtime.device)
         self._marks = []
         self.active = True
         self.steps = 0
@@ -103,7 +103,7 @@ class StepTracer(StepPart):
         assert self._profile is not None, "stop() before start()"
 
         # Work that is still on the device belongs to the steps that are traced.
-        self._wait()
+        wait_for_device(self._runtime.device)
         self.mark("end")
         self.active = False
         self._runtime.heartbeat.hook = self._hook
@@ -119,11 +119,6 @@ class StepTracer(StepPart):
 
         file.write_text(json.dumps(trace))
         return breakdown(trace["traceEvents"], phases, self.steps, self._runtime.on_gpu, self._element_bytes)
-
-    def _wait(self) -> None:
-        """Wait for the device. Host-device synchronisation, at both ends of a trace."""
-        if self._runtime.on_gpu:
-            torch.cuda.synchronize(self._runtime.device)
 
     def _beat(self, step: int, phase: str) -> None:
         """Let a beat of the heartbeat leave a mark."""

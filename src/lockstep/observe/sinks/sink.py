@@ -36,3 +36,26 @@ class Sink(ABC):
     def is_offered(cls) -> bool | None:
         """Return whether the platform offers this sink, which is then used without being named; None: only by name."""
         return None
+
+
+class ServiceSink(Sink):
+    """A sink whose package has a run of its own, with a `finish()`. The first record that needs it opens it."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._opened: Any = None
+
+    @abstractmethod
+    def _open(self) -> Any:
+        """Import the package, which takes a while, and return its run. A resumed run continues there."""
+
+    @property
+    def _run(self) -> Any:
+        if self._opened is None:
+            self._opened = self._open()
+
+        return self._opened
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.finish()
