@@ -25,7 +25,7 @@ from lockstep.runtime.control_word import Flags
 
 # A tensor on the device costs no synchronisation.
 Number = int | float | Tensor
-Weight = Number  # of a loss: the number of its terms
+Weight = Number  # the number of terms of a loss
 
 # A sum, or a sum with its own weight.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
@@ -140,10 +140,10 @@ class MicroBatch:
 class StepBatches:
     """This rank's micro-batches of one global step. Iterating over them may read them."""
 
-    num_micro_batches: int  # of this rank
+    num_micro_batches: int  # the number on this rank
     micro_batches: Iterable[MicroBatch]  # from the source; `Run.step_batches` wraps it
-    global_num_samples: int  # on all ranks together (for a stream, an estimate)
-    global_num_micro_batches: int | None = None  # on all ranks together, if known
+    global_num_samples: int  # the samples of all ranks together (for a stream, an estimate)
+    global_num_micro_batches: int | None = None  # the number on all ranks together, if known
     exhausted: bool = False  # whether this rank's stream has ended
     step: int = 0  # the index of the step, set by `Run.step_batches`
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
@@ -197,7 +197,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what any number of ranks needs to continue here. All ranks call it together; rank 0's is saved."""
+        """Return a state from which any number of ranks can continue. All ranks call it together; rank 0's is saved."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class BatchSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """The argument of `BatchSource.attach`: what a source needs to make batches with the model."""
+    """The argument of `BatchSource.attach`, with which a source can make batches by calling the model."""
 
     # The model, and the sizes of a step.
     model: nn.Module  # this rank's model: for forwards without gradients

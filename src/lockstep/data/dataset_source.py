@@ -28,7 +28,7 @@ class SourceOptions:
     data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
 
-    # What a source calls.
+    # Functions that a source calls.
     gather_states: Callable[[Any], list[Any]]  # returns the states of all ranks, by rank; collective
     log_event: EventLogger
     beat: Callable[[], None]  # tells the watchdog that this rank is making progress

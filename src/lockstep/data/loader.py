@@ -244,5 +244,5 @@ def start_loader(
 
 
 def already_collated(batch: Any) -> Any:
-    """Return what a stream has made as it is: the `collate_fn` of its loader."""
+    """Return the batch of a stream as it is. This is the `collate_fn` of its loader."""
     return batch

@@ -90,7 +90,7 @@ class MapSource(DatasetSource):
         self.step_order.skip(span)
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Read a micro-batch in this process, to compare it with what a worker read. None if samples are not seeded."""
+        """Read a micro-batch in this process, to compare it with a worker's. None if samples are not seeded."""
         if not (self.options.config.workers and self.options.config.seed_samples):
             return None
 
@@ -177,7 +177,7 @@ class MapSource(DatasetSource):
         return self._prefetched
 
     def _start_prefetch(self) -> Iterator[Any]:
-        """Start to prefetch from the current position, and drop what was prefetched from another one."""
+        """Start to prefetch from the current position, and drop batches that were prefetched from another one."""
         self.close()
         config = self.options.config
 

@@ -22,7 +22,7 @@ class Transfer:
     """
 
     def __init__(self, device: torch.device, pin_memory: bool = False):
-        """`pin_memory`: of batches that this process has read; the DataLoader pins those of worker processes."""
+        """`pin_memory` pins batches that this process has read; the DataLoader pins batches of worker processes."""
         self.device = device
         self._pins = pin_memory and device.type != "cpu"
 

@@ -1,4 +1,4 @@
-"""Copies of a dataset in worker processes: what they must not share, and changes that they would not see.
+"""Copies of a dataset in worker processes: they must not share connections, and do not see later changes.
 
 A worker process has a copy of the dataset from the moment it was started. What the main process changes afterwards,
 such as the length of a crop, does not reach it. Training would go on with old values and say nothing; here it is
@@ -84,7 +84,7 @@ def check_no_connection(dataset: Any) -> None:
 
 
 def _attributes(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the attributes of a dataset, class attributes first, then those of datasets inside it."""
+    """Yield (name, value) of the attributes of a dataset, class attributes first, and of the datasets inside it."""
     # From the base class to the class itself and then the instance, so that what overrides an attribute comes later.
     classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
     for attributes in [*classes, getattr(dataset, "__dict__", {})]:

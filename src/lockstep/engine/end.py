@@ -121,7 +121,7 @@ def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[st
 
 
 def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
-    """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
+    """Write the weights, or the best checkpoint's, as `checkpoint.final` says, on rank 0."""
     if run.config.checkpoint.final == "best":
         best = None
         why = "no checkpoint has a finite value"

@@ -29,7 +29,7 @@ WARM_UP = 3  # the first steps are not measured: they compile, allocate and conn
 MEASURED = 5  # steps per measurement
 PERIOD = 100  # steps from one measurement to the next
 MIN_GAIN = 0.1  # as a fraction of a step: a smaller gain may be noise
-SHOWN_RANKS = 16  # at most this many ranks in a printed assignment
+SHOWN_RANKS = 16  # a printed assignment names at most this many ranks
 
 Speeds = str | Sequence[float]  # `load_balance`
 

@@ -48,7 +48,7 @@ class Training:
         check_attributes(task)
         self.task = task
 
-        # Make the hooks first: which ones exist determines what a step must compute.
+        # Make the hooks first: a step computes more if some exist.
         own_callbacks = task.callbacks() if hasattr(task, "callbacks") else ()
         callbacks = [*own_callbacks, *builder.callbacks]
         builder.use_hooks(Hooks(BuiltRunView(builder), task, callbacks))
@@ -84,7 +84,7 @@ class Training:
             self.run.save_if_agreed()
 
     def step(self, batches: StepBatches) -> None:
-        """Train one global step, and do what is due after it."""
+        """Train one global step; evaluate, log and save if that is due."""
         run = self.run
         result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)

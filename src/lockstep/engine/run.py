@@ -222,7 +222,7 @@ class Run:
         return result
 
     def _request_what_is_due(self) -> None:
-        """Put what is due by this rank's clock, and a failed save, into the next control word."""
+        """Put requests that this rank's clock makes due, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
         save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
@@ -313,7 +313,7 @@ class Run:
         self.requests.saved()
         self.runtime.notice.saved()
 
-        self.log.interval.exclude(time.perf_counter() - began)  # the time of a save is not that of a step
+        self.log.interval.exclude(time.perf_counter() - began)  # a step does not include the time of a save
 
     def save_if_agreed(self) -> None:
         """Save if the evaluation that a resumed run repeats has asked for it, and this step is not saved here yet."""
@@ -338,7 +338,7 @@ class Run:
     # ---- an evaluation ----
 
     def evaluate(self, sets: Sequence[EvaluationSet], may_preempt: bool = False) -> list[Evaluation]:
-        """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
+        """Evaluate the model on each of `sets`, every sample once, log the results, and act on them.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
         With `ema.decay` the averages of the weights are evaluated. Collective.
@@ -357,7 +357,7 @@ class Run:
         ):
             evaluations = trained.evaluator.evaluate(sets, batch, self.steps_done, may_preempt)
 
-        self.log.interval.exclude(time.perf_counter() - began)  # the time of an evaluation is not that of a step
+        self.log.interval.exclude(time.perf_counter() - began)  # a step does not include the time of an evaluation
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluations is None:

@@ -38,7 +38,7 @@ from lockstep.task import StepBatches, StepResult
 @dataclass
 class Counters:
     steps_done: int = 0  # applied or skipped; `apply` counts a step before it updates
-    steps_applied: int = 0  # without those that were skipped; the learning-rate schedule follows this count
+    steps_applied: int = 0  # skipped steps do not count here; the learning-rate schedule follows this count
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ class Stepper:
         self.reads_outcome_late = context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
 
         # Changed by every step.
-        self.progress = StepProgress(context, StepBatches(0, (), 0), 0)  # of the current step; empty before the first
+        self.progress = StepProgress(
+            context, StepBatches(0, (), 0), 0
+        )  # the progress of the current step; empty before the first
         self.counters = Counters()
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
@@ -131,7 +133,7 @@ class Stepper:
         # Only the last pass over the batches ends the step.
         self.counters.steps_done += progress.ends_step
 
-        # The norm of all norms is that of the whole gradient, shape (). The sum is not divided by its weight yet.
+        # The norm of all norms is the norm of the whole gradient, shape (). The sum is not divided by its weight yet.
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
             return self._apply_late(progress, reduced, norm)

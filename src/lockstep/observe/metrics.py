@@ -23,7 +23,7 @@ from lockstep.task import Loss, Number, Weight
 # How many losses are collected before they are added up: the hot path only appends to a list.
 FOLD_AT = 128
 
-# What the loss is called in log lines, and where settings name it. No metric may have these names.
+# The names of the loss in log lines and in settings. No metric may have them.
 LOSS_NAMES = ("loss", "eval_loss")
 
 SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
@@ -200,7 +200,7 @@ class Interval:
     """
 
     def __init__(self, sums: Sums) -> None:
-        self.sums = sums  # of the losses and metrics of applied steps
+        self.sums = sums  # sums of the losses and metrics of applied steps
         self._begin(time.perf_counter())
 
     def _begin(self, now: float, late_steps: int = 0) -> None:
@@ -210,9 +210,9 @@ class Interval:
         self._weight_before_resume = 0.0
 
         self.steps = 0
-        self.samples = 0  # of all ranks
+        self.samples = 0  # samples of all ranks
         self.skipped = 0  # skipped steps
-        self.micro_batches = 0  # of this rank, which has waited for their data
+        self.micro_batches = 0  # micro-batches of this rank
         self.data_wait_s = 0.0
 
     def restart(self) -> None:

@@ -70,7 +70,7 @@ class Recorder:
             self._displays.append(open_display(mode, steps, unit, sys.stdout))
 
         for display in self._displays:
-            # What all ranks have in common is shown once.
+            # Facts that all ranks have in common are shown once.
             if self.runtime.is_main:
                 display.start(start)
                 for name, fact in start.get("facts", {}).items():
@@ -87,9 +87,9 @@ class Recorder:
     def end_interval(self, interval: Interval, unread: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
         """End an interval: reduce its sums over ranks, and write its line once they have arrived. Collective.
 
-        unread: its steps whose losses are not in its sums yet
-        names: of the metrics of the line, the same on all ranks
-        numbers: those of the line that are equal on all ranks: step, learning rate, norm, epoch, loss scale
+        unread: the number of its steps whose losses are not in its sums yet
+        names: the metrics of the line, the same on all ranks
+        numbers: the numbers that are equal on all ranks: step, learning rate, norm, epoch, loss scale
         """
         # One all-reduce carries both the sums and the times of all ranks.
         names = list(names)

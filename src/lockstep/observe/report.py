@@ -46,7 +46,7 @@ MAX_EVENTS = 400
 MAX_METRICS = 8
 
 # The style of events that are bad news.
-# What the table of events leaves out: it has columns for some, and others only decide what the launcher does.
+# Fields that the table of events leaves out: some have a column, and others only matter to the launcher.
 NOT_IN_TABLE = ("time", "event", "step", "facts", "traceback", "for_user", "follows_lost_peer", "origin", "cause")
 
 TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
@@ -77,7 +77,7 @@ class RunRecord:
     sources: Record
     plan: Record
     summary: Record
-    profile: Record  # with --profile: the breakdowns of all ranks
+    profile: Record  # the breakdowns of all ranks, with --profile
     notes: dict[str, str]  # file -> why it could not be read
 
     @cached_property

@@ -28,7 +28,7 @@ HOOK_FIX = "clip gradients with clip.norm=1, and do in after_step(), or after st
 
 
 def check_kind(optimizer: Any) -> None:
-    """Refuse what is not an optimizer, and one that does not take one gradient per step."""
+    """Refuse an object that is no optimizer, and an optimizer that does not take one gradient per step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optimizer() must return an optimizer; it returned a {type(optimizer).__name__}",
@@ -84,7 +84,7 @@ def is_trusted(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
-    """Return what is known about the class of this optimizer; nothing about one that is not in the table."""
+    """Return the traits of the optimizer's class, or empty traits if the table does not have it."""
     return TRAITS.get(_path_of(optimizer), OptimizerTraits())
 
 

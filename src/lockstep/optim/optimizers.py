@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
 
 TINY = 1e-6  # keeps the division by a norm of zero finite
-MIN_PARAMETER_NORM = 1e-3  # for adaptive clipping, so that parameters of zero can still change
+MIN_PARAMETER_NORM = 1e-3  # of adaptive clipping: parameters of zero can still change
 
 # Returns the norm of each full tensor, even if this rank holds only a shard of it.
 Norms = Callable[[list[Tensor]], list[Tensor]]
@@ -60,7 +60,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self._wait_for_copy: Callable[[], None] | None = None  # of the save that may still be copying
+        self._wait_for_copy: Callable[[], None] | None = None  # waits for a save that may still be copying
         self.optimizer_indices = range(len(optimizers.all))
 
         self._optimizers = optimizers
@@ -81,7 +81,7 @@ class Update:
         self._wait_for_copy = wait
 
     def wait_for_copy(self) -> None:
-        """Wait until a save has copied what it copies while training continues. Every update begins with this."""
+        """Wait until a save has copied the optimizers' state. Every update begins with this."""
         if self._wait_for_copy is not None:
             self._wait_for_copy()
             self._wait_for_copy = None

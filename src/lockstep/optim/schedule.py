@@ -126,7 +126,7 @@ class LearningRate:
         raise NotImplementedError
 
     def set(self, steps_applied: int) -> Any:
-        """Set the rate of every group for the step after `steps_applied` ones, and return that of the first group."""
+        """Set the rate of every group for the step after `steps_applied` ones, and return the first group's."""
         raise NotImplementedError
 
     def banner(self) -> str:

@@ -218,7 +218,7 @@ def _judge(
     changes_model = bool(changes.model)
     changes.model = [name for name in changes.model if name not in changing_buffers]
 
-    # What has settled is no moving average, and what follows from the model may change with it.
+    # A buffer that has settled is no moving average, and attributes derived from the model may change with it.
     averages = []
 
     for name in changes.averages:

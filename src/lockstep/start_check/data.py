@@ -146,7 +146,7 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
 
 
 def _check_one_stream(digests: Sequence[str | None]) -> None:
-    """Check that all ranks read the same stream. `digests` are those of its `same_on_all_ranks`, by rank."""
+    """Check that all ranks read the same stream. `digests` has the digest of its `same_on_all_ranks` by rank."""
     for rank, value in enumerate(digests):
         if value != digests[0]:
             raise UserError(

@@ -139,7 +139,7 @@ def mismatched_gradients(
 
     errors = [float(norm) for norm in norms(whole.gradients)]
 
-    # Relative to the gradients of the halves: those of the whole batch are overwritten.
+    # Relative to the gradients of the halves: the gradients of the whole batch are overwritten.
     sizes = [float(a) + float(b) for a, b in zip(norms(first), norms(second), strict=True)]
 
     # A gradient that is zero up to rounding is compared with the size of all gradients together.

@@ -34,13 +34,13 @@ from lockstep.data.windows import rank_range, rank_share
 from lockstep.errors import UserError, plural
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
-State = dict[str, Any]  # of a `Cursor`
+State = dict[str, Any]  # the state of a `Cursor`
 
 
 class _Read(NamedTuple):
     """A micro-batch, as a worker process sends it."""
 
-    index: int  # in the global step
+    index: int  # the number of the micro-batch in the global step
     ids: np.ndarray  # (samples,) int64: the number of a sample in its shard x shards + its shard
     batch: Any  # collated
 
@@ -49,10 +49,10 @@ class _StepRead(NamedTuple):
     """The part of a step that one worker process has read."""
 
     micro_batches: list[_Read]
-    states: dict[int, State]  # by shard, after this step
+    states: dict[int, State]  # the state of each shard after this step
     ended: bool  # all shards of this worker have ended
-    reread: list[Reread]  # in the first step, of each shard: what was read again to restore the position
-    first_sample: Any  # in the first step, that of a single shard, to compare between ranks
+    reread: list[Reread]  # set in the first step: what each shard read again to restore its position
+    first_sample: Any  # set in the first step: the first sample of one shard, which ranks compare
     spare: _Read | None  # samples of other readers, for a rank that has none of its own in this step
 
 
@@ -82,7 +82,7 @@ class ResumableStreamSource(EpochSource):
         self._states: dict[int, State] = {}
         self._states_taken: dict[int, State] = {}  # behind the step that was taken
         self._reads: Iterator[_StepRead | None] | None = None
-        self._arrived: list[deque[_StepRead]] = []  # by worker process: parts that were not taken yet
+        self._arrived: list[deque[_StepRead]] = []  # the parts of each worker process that were not taken yet
         self._turn = 0  # the worker process that sends the next part
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class ResumableStreamSource(EpochSource):
 
 
 def _refuse_repeated_streams(shards: Shards) -> None:
-    """Refuse an object that is listed twice and has a state: the state is that of one of its iterators only."""
+    """Refuse an object that is listed twice and has a state: the state belongs to one of its iterators only."""
     stateful = [id(file) for file in shards.files if has_state(file)]
     if len(set(stateful)) < len(stateful):
         raise UserError(

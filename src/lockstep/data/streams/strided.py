@@ -30,7 +30,7 @@ class _Item(NamedTuple):
 
     num_samples: int
     batch: Any  # collated
-    first_sample: Any  # in the first item, that of the stream, for comparison between ranks
+    first_sample: Any  # set in the first item: the first sample of the stream, which ranks compare
 
 
 class StridedStreamSource(EpochSource):
@@ -161,7 +161,7 @@ class _Shard(IterableDataset):
     options: SourceOptions
     epoch: int
     only_worker: int | None = None  # this worker process reads everything; None: workers take turns
-    first_sample: Any = None  # of the stream, until the first micro-batch is sent with it
+    first_sample: Any = None  # the first sample of the stream, until it is sent with the first micro-batch
 
     def __iter__(self) -> Iterator[_Item | WorkerError]:
         info = get_worker_info()
@@ -176,7 +176,7 @@ class _Shard(IterableDataset):
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
 
-        # For `read_again`: one worker reads what all of them would read in turn.
+        # For `read_again`, one worker reads all micro-batches, which the workers otherwise read in turn.
         if self.only_worker is not None:
             if worker != self.only_worker:
                 return

@@ -117,7 +117,7 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
 
 
 def _make_set(task: Task, given: Any, metrics: Mapping[str, Any]) -> EvaluationSet:
-    """Return a set of `given`, a dataset or an EvalData. What an EvalData leaves out is the task's, or `metrics`."""
+    """Return a set of `given`, a dataset or an EvalData. The task and `metrics` supply what an EvalData lacks."""
     chosen = given if isinstance(given, EvalData) else EvalData(given)
     return make_set(
         chosen.dataset,
@@ -234,7 +234,7 @@ class Evaluator:
         self.runtime.heartbeat.beat("evaluate", steps_done)
         check_data(chosen.dataset, chosen.name)
 
-        # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
+        # Buffers differ between ranks. Evaluate with the buffers that a checkpoint would save.
         self.driver.sync_buffers()
 
         metrics = MetricStates(chosen.metrics, self.runtime.device)
@@ -283,7 +283,7 @@ class Evaluator:
         self.recorder.event("eval", step=evaluation.steps_done, **fields, **named, **followed, seconds=seconds)
 
     def _split(self, length: int, batch: int) -> tuple[list[range], list[range]]:
-        """Return the samples of each of this rank's batches, and those of batches that it only repeats."""
+        """Return the samples of each of this rank's batches, and of the batches that it only repeats."""
         # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
         role = self.driver.role
 

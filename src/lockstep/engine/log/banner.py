@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.resume import Resumed
     from lockstep.observe.run_folder import RunFolder
 
-MAX_PIDS = 16  # at most this many are listed
+MAX_PIDS = 16  # the banner lists at most this many
 
 
 def describe_run(
@@ -116,7 +116,7 @@ def _pids(runtime: Runtime) -> str:
 
 def _parameters(model: nn.Module) -> str:
     """`1,234 trainable, 567 frozen and not reduced`"""
-    # numel() of a sharded parameter (a DTensor) is that of the full tensor.
+    # numel() of a sharded parameter (a DTensor) counts the full tensor.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
 

@@ -68,13 +68,12 @@ class StepLog:
         self.interval.sums.add([], [(name, total, weight)])
 
     def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
-        """Count a step. `result` is the newest known result, which is that of the step itself if it is the last."""
+        """Count a step. `result` is the newest known result, which is the step's own if it is the last step."""
         self.interval.steps += 1
         self.interval.samples += samples
         self._newest = result
 
-        # Between two lines, the one before may be ready by now: its sums come from the device without anything waiting
-        # for them.
+        # Otherwise the line before may be ready by now: nothing waits for its sums to come from the device.
         if is_last or self._stepper.counters.steps_done % self._every == 0:
             self.line_due = True
         else:

@@ -1,4 +1,4 @@
-"""Floating-point operations: those of a forward, and the most that a device does per second."""
+"""Floating-point operations: how many a forward has, and how many a device can do per second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.task import MicroBatch
 
 MATRIX = {"cuda": 8192, "cpu": 1024}  # rows of the matrices whose product sets the peak
 REPEATS = 10
-BACKWARD = 2.0  # operations of a backward, in those of its forward
+BACKWARD = 2.0  # a backward has this many times the operations of its forward
 
 
 class StepFlops(StepPart):
@@ -95,6 +95,6 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until the device has done what was launched. A CPU has by the time a call returns."""
+    """Wait until the device has finished all launched work. On a CPU a call returns when it has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -54,13 +54,13 @@ class ProfiledSteps(StepPart):
 
     def after_maintenance(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
-        # A run that ends early, after a signal for example, keeps what was traced until then.
+        # A run that ends early, after a signal for example, keeps the steps that were traced until then.
         run, tracer = self._run, self._tracer
         last = run.steps_done >= run.plan.steps or run.requests.is_stopping
         if not tracer.active or not (tracer.steps == self._steps or last):
             return
 
-        # What is done here is no part of the step: its time is left out of the metrics.
+        # The following work is no part of the step: its time is left out of the metrics.
         began = time.perf_counter()
         folder = run.folder.path / PROFILE
         folder.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ class ProfiledSteps(StepPart):
         self._steps = None  # one trace in a run
 
         # After the trace, of which the counted forward is no part. It may draw random numbers, for dropout, and the
-        # steps after a profile must be those of a run without one.
+        # steps after a profile must be the same as without one.
         with preserve_rng(run.runtime.device):
             mine["flops"] = self._flops.of_step(len(run.stepper.progress.micro_batches))
 
@@ -103,7 +103,7 @@ class ProfiledSteps(StepPart):
         (folder / "breakdown.json").write_text(json.dumps(record, indent=1))
 
     def _report(self, ranks: list[dict[str, Any]]) -> None:
-        """Record what the steps went into, and what to do about it."""
+        """Record where the time of the steps went, with advice."""
         # Means over the ranks, in milliseconds. What takes no time, such as communication on one rank, is left out.
         kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
         facts: dict[str, Any] = {

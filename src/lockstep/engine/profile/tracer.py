@@ -89,7 +89,7 @@ class StepTracer(StepPart):
         self.mark("framework")
 
     def end_step(self, progress: StepProgress) -> None:
-        """Note that a step has been applied: what follows is the framework's own time."""
+        """Note that a step has been applied: from here on the time is the framework's own."""
         self.steps += 1
         self.mark("framework")
 

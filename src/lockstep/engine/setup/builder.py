@@ -205,7 +205,7 @@ class RunBuilder:
 
         self.on_failure(wrapped.release)
 
-        # The user's function gets what it would get from torch: one optimizer, or a list.
+        # The user's function gets one optimizer, or a list, as it would without Lockstep.
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
         return wrapped, user_schedulers

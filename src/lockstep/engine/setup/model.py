@@ -44,7 +44,7 @@ def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> Non
 def initial_weights(
     driver: Driver, config: RunConfig, runtime: Runtime, folder: RunFolder, log_event: EventLogger
 ) -> InitialWeights:
-    """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
+    """Read the weights at `init_from`. A run that will resume reads only weights that its checkpoints leave out."""
     assert config.init_from is not None
 
     def has_checkpoint() -> bool:

@@ -44,8 +44,8 @@ LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 
 def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Collate) -> Run:
-    """Make all that a run needs besides its model, each after what it needs itself, and the Run. Collective."""
-    # A DataLoader may set what the configuration leaves open, so it comes first.
+    """Make a Run and all objects that it needs besides its model, each after those that it uses. Collective."""
+    # A DataLoader may set keys that the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, trained.driver
     for hook in builder.hooks.named("before_batch"):
@@ -69,7 +69,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     log = StepLog(config.log.every, plan, stepper, interval, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
-    # A rewind takes back neither the time that has passed nor what was requested.
+    # A rewind takes back neither the time that has passed nor the requests.
     state = checkpoints.state
     state.add_to_loop("clock", builder.clock, rewound=False)
     evaluations = _make_evaluations(builder, plan, stepper, requests)
@@ -108,7 +108,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
 
 def _begin(run: Run, builder: RunBuilder) -> None:
-    """Do what comes between the set-up and the first step. Collective."""
+    """Prepare the first step, after the set-up. Collective."""
     # A custom loop may have loaded weights since `run.setup`.
     average = run.trained_model.average
     if average and not run.resumed:
@@ -132,7 +132,7 @@ def _take_loader(builder: RunBuilder, data: Any, collate: Collate) -> tuple[Any,
     if not isinstance(data, DataLoader) or is_stateful_stream(data):
         return data, collate, {}
 
-    # What the user set elsewhere wins over the loader. The settings of the ranks may differ again after this.
+    # The user's own settings win over the loader. The settings of the ranks may differ again after this.
     taken = take_loader(data, collate)
     builder.resolved = builder.resolved.fill_in("DataLoader", taken.settings)
     check_same_config(builder.config, builder.runtime)
@@ -204,7 +204,7 @@ def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager,
 
 
 def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:
-    """Make what decides when to evaluate, and what follows from evaluations. The clock must be restored by now."""
+    """Make the object that decides when to evaluate, and acts on results. The clock must be restored by now."""
     seconds = builder.clock.seconds
     return Evaluations(
         config=builder.config,

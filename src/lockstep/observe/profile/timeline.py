@@ -16,7 +16,7 @@ from typing import Any
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
-# What a step consists of, in the order in which it is shown.
+# The parts of a step, in the order in which they are shown.
 KINDS = (
     "data wait",
     "copy",
@@ -69,7 +69,7 @@ class TracedCollective:
 
 @dataclass
 class Breakdown:
-    """The time of a traced window on one rank, in seconds, and what was communicated in it."""
+    """The time of a traced window on one rank, in seconds, and its collectives."""
 
     steps: int
     seconds: float
@@ -181,7 +181,7 @@ def _on_gpu(
     kinds = dict.fromkeys(KINDS, 0.0)
     taken: list[Interval] = []
     for kind, intervals in by_kind.items():
-        # What an earlier kind has taken is not counted again.
+        # Time that an earlier kind has taken is not counted again.
         mine = subtract(union(intervals), taken)
         kinds[kind] += length(mine)
         taken = union([*taken, *mine])

@@ -14,7 +14,7 @@ class Sink(ABC):
     # The package that it imports, if that is not installed with Lockstep. It is also the name of an extra.
     package: ClassVar[str | None] = None
 
-    # What it writes into the run folder, as patterns: `lockstep rm` deletes that.
+    # Patterns of the files that it writes into the run folder: `lockstep rm` deletes them.
     files: ClassVar[tuple[str, ...]] = ()
 
     # Prints a line for the user. It is set before the first record, for a sink that wants to say more than it raises.
@@ -30,7 +30,7 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the sink holds. No record follows. A killed run never calls this."""
+        """Close files and connections. No record follows. A killed run never calls this."""
 
     @classmethod
     def is_offered(cls) -> bool | None:

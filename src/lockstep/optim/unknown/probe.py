@@ -1,8 +1,8 @@
 """Probes a user-defined optimizer with small synthetic parameters: does it update every parameter independently?
 
 If its update uses a norm over all parameters, say, it gives different results for one parameter alone. If it draws
-random numbers, those of a parameter depend on the parameters that are updated before it. The probe does
-not say whether it also updates every element independently: calls cannot prove that.
+random numbers, a parameter gets other ones when another parameter is updated before it. The probe does not say whether
+the optimizer also updates every element independently: calls cannot prove that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.runtime.shards import local
 
 # The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
 SCALES = (1.0, 1e3, 1e-3)
-LENGTHS = (12, 8)  # of the first two dimensions; further dimensions have length 2
+LENGTHS = (12, 8)  # the lengths of the first two dimensions; further dimensions have length 2
 RATE = 0.01
 # By the dtype of the synthetic parameters. Differences are clearest in float64, but some optimizers, such as those with
 # custom kernels, take float32 only. In bfloat16 rounding would hide that parameters depend on each other.
@@ -64,7 +64,7 @@ def _step_copy(
     `seed` is for what the optimizer draws; parameters and gradients are always the same.
     """
     generator = torch.Generator().manual_seed(0)
-    torch.default_generator.manual_seed(seed)  # not those of GPUs, which `check_independent` does not restore
+    torch.default_generator.manual_seed(seed)  # the generators of GPUs stay: `check_independent` does not restore them
     copied, parameters = _copy(optimizer, dtype, generator)
 
     for scale in SCALES:
@@ -94,7 +94,7 @@ def _copy(
     """Return a copy of the optimizer with synthetic parameters, and these parameters."""
     groups: list[dict[str, Any]] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
-    memo: dict[int, Any] = {}  # what a copy of the settings refers to in place of a parameter
+    memo: dict[int, Any] = {}  # by the id of a parameter: the tensor to which a copy of the settings refers instead
 
     for group in optimizer.param_groups:
         # Two synthetic parameters for each number of dimensions: their updates might depend on each other.
