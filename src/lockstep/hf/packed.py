@@ -16,7 +16,7 @@ from lockstep.data.packing import packed_attention
 from lockstep.errors import UserError
 from lockstep.hf.local import package
 
-NAME = "lockstep_packed"  # of the attention, in transformers
+NAME = "lockstep_packed"  # the name of the attention, in transformers
 
 
 def attend_within_documents(model: Any) -> Any:

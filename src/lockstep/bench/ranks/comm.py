@@ -88,7 +88,7 @@ def _seconds(call: Call, count: int, device: torch.device) -> float:
 # ---- operations ----
 #
 # Each function makes its tensors once, and returns a call that is repeated. Tensors are float32, 4 bytes an element.
-# `size` is what the table of results shows: the bytes of the whole tensor, over all ranks if it is sharded.
+# `size`, in the table of results, is the bytes of the whole tensor, over all ranks if it is sharded.
 
 
 def _part(size: int, world: World) -> int:
