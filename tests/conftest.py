@@ -68,7 +68,7 @@ LONGEST = (
     "faults/test_stuck.py",
     "ranks/test_meta.py",
     "ranks/test_recurrent.py",
-    "ranks/test_foreign_optimizers.py",
+    "ranks/test_unknown_optimizers.py",
     "ranks/test_batchnorm.py",
     "ranks/test_storage.py",
     "ranks/test_torch_metrics.py",

@@ -33,7 +33,7 @@ SAMPLED: dict[str, tuple[int, ...]] = {
     "ranks/test_exact.py::test_the_same_bits_on_any_number_of_ranks": (0, 2, 5, 6, 7, 9),
     "ranks/test_exact_borrowed.py::test_one_hash": (0,),
     "ranks/test_exchange_count.py::test_one_exchange_per_step": (0, 7),
-    "ranks/test_foreign_optimizers.py::test_whole_parameters_give_the_numbers_of_plain_pytorch": (1, 4),
+    "ranks/test_unknown_optimizers.py::test_whole_parameters_give_the_numbers_of_plain_pytorch": (1, 4),
     "ranks/test_fp16_strategies.py::test_all_ranks_skip_together": (0, 2, 3, 5, 6),
     "ranks/test_gradient_exact.py::test_a_mean_of_means_fails_the_same_check": (0, 1),
     "ranks/test_gradient_exact.py::test_parameters_of_two_formats": (2, 3, 5),

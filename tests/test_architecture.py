@@ -26,6 +26,7 @@ ROWS = [
     {"losses", "plan", "data", "optim", "observe", "callbacks"},
     {"checkpoint"},
     {"parallel"},
+    {"start_check"},
     {"engine"},
     {"targets"},
     {"api"},

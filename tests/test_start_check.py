@@ -19,11 +19,11 @@ import lockstep
 from lockstep.causes import CAUSES
 from lockstep.config import KEYS, resolve
 from lockstep.config.value_types import LossTrait
-from lockstep.engine.start_check.check import MAX_SAMPLES, MIN_SAMPLES, NEVER_ACCEPTED
-from lockstep.engine.start_check.mistakes import Measurement, Tolerance, judge_halves
-from lockstep.engine.start_check.random_numbers import ConstantDraws
 from lockstep.errors import UserError
 from lockstep.recipes import char_lm, latent_wire, pixel_llm
+from lockstep.start_check.check import MAX_SAMPLES, MIN_SAMPLES, NEVER_ACCEPTED
+from lockstep.start_check.mistakes import Measurement, Tolerance, judge_halves
+from lockstep.start_check.random_numbers import ConstantDraws
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import fit
@@ -632,12 +632,12 @@ def test_totals_and_weights_alone(
     assert judged(whole, halves, doubled) == cause
 
 
-# ---- Loss.sum and Loss.mean -------------------------------------------------------------------------------
+# ---- Loss and Loss.mean -------------------------------------------------------------------------------
 
 
 def test_sums_and_means_by_name() -> None:
     terms = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64, requires_grad=True)
-    for made in (Loss.sum(terms.sum(), 3), Loss.mean(terms.mean(), 3), Loss.mean(terms.mean(), torch.tensor(3))):
+    for made in (Loss(terms.sum(), 3), Loss.mean(terms.mean(), 3), Loss.mean(terms.mean(), torch.tensor(3))):
         assert made.total.item() == pytest.approx(9.0, abs=1e-12)
         assert float(made.weight) == 3
         (gradient,) = torch.autograd.grad(made.total, terms, retain_graph=True)

@@ -1,6 +1,6 @@
 """The mistakes that Lockstep can name: what each means and how to fix it.
 
-Two places find out which one it is: the check at the start of a run (`engine/start_check`), and `lockstep verify`
+Two places find out which one it is: the check at the start of a run (`start_check`), and `lockstep verify`
 (`verify/diagnose.py`). Some mistakes the engine refuses itself: the `UserError` has the key as its `cause`. To add one,
 add a row here, a rule in one of these places, and a broken task to tests/zoo/broken.py.
 """
@@ -25,7 +25,7 @@ _TABLE = {
     # The loss, its weight, and metrics.
     "mean-of-means": (
         "a mean of means: every micro-batch counts the same, however many terms it has",
-        "return Loss.sum(sum of n terms, n), or Loss.mean(their mean, n); weight=1 is right only for a single term",
+        "return Loss(sum of n terms, n), or Loss.mean(their mean, n); weight=1 is right only for a single term",
     ),
     "mean-for-sum": (
         "a mean where a sum is needed: the weight grows with the micro-batch, and the loss does not",

@@ -40,7 +40,7 @@ class Precision:
     # Whether float32 matrix products and convolutions may use TF32 on a GPU.
     allows_tf32: bool = True
 
-    # The relative rounding error of one operation, if it is not that of a dtype.
+    # The relative rounding error of one operation, if it differs from the dtype's.
     own_eps: float | None = None
 
     # For the banner: the compute dtype, if `compute` alone does not describe it.

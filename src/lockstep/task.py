@@ -25,7 +25,7 @@ from lockstep.runtime.control_word import Flags
 
 # A tensor on the device costs no synchronisation.
 Number = int | float | Tensor
-Weight = Number  # of a loss: the number of its terms
+Weight = Number  # the number of terms of a loss
 
 # A sum, or a sum with its own weight.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
@@ -50,11 +50,6 @@ class Loss:
     weight: Weight
     metrics: dict[str, Metric] = field(default_factory=dict)
     outputs: Any = None
-
-    @classmethod
-    def sum(cls, total: Tensor, weight: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
-        """Return the loss of `weight` terms, given their sum: `Loss(total, weight)`, named to pair with `mean`."""
-        return cls(total, weight, metrics or {})
 
     @classmethod
     def mean(cls, mean: Tensor, weight: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
@@ -91,41 +86,64 @@ def _zeros(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 # ---- batches ----
 
 
-@dataclass(slots=True)
 class MicroBatch:
     """The data of one forward and backward."""
+
+    __slots__ = ("_sample_offset", "data", "epoch", "ids", "index", "num_samples", "padding")
 
     data: Any
     index: int  # among all micro-batches of the global step, not only this rank's
     num_samples: int
-    epoch: int = 0
-    ids: Any = ()  # ids of the samples (int64); empty if the source has no ids
-    padding: bool = False  # runs only because collectives need every rank; its weight must be 0
-    place: int | None = None  # of its first sample in the global batch; None if the source does not know it
+    epoch: int
+    ids: Any  # ids of the samples (int64); empty if the source has no ids
+    padding: bool  # runs only because collectives need every rank; its weight must be 0
+
+    def __init__(
+        self,
+        data: Any,
+        index: int,
+        num_samples: int,
+        epoch: int = 0,
+        ids: Any = (),
+        padding: bool = False,
+        sample_offset: int | None = None,
+    ):
+        self.data = data
+        self.index = index
+        self.num_samples = num_samples
+        self.epoch = epoch
+        self.ids = ids
+        self.padding = padding
+        self._sample_offset = sample_offset  # None if the source does not know it
 
     @property
     def sample_offset(self) -> int:
         """The place of its first sample in the global batch, the same on any number of ranks."""
-        if self.place is None:
+        if self._sample_offset is None:
             raise UserError(
                 "sample_offset was read, and the data source has no places in the global batch",
                 "a map-style dataset has them without data.balance; a stream, if its position is saved and it has one "
-                "virtual shard; a source of your own, if it passes MicroBatch(..., place=...)",
+                "virtual shard; a source of your own, if it passes MicroBatch(..., sample_offset=...)",
                 "to find this rank's rows in the result of run.all_gather, use run.row_offset; to keep state for each "
                 "place, use a map-style dataset",
             )
 
-        return self.place
+        return self._sample_offset
+
+    def with_data(self, data: Any, padding: bool = False) -> MicroBatch:
+        """Return a copy with other data; with `padding` it becomes padding."""
+        padding = padding or self.padding
+        return MicroBatch(data, self.index, self.num_samples, self.epoch, self.ids, padding, self._sample_offset)
 
 
 @dataclass(slots=True)
 class StepBatches:
     """This rank's micro-batches of one global step. Iterating over them may read them."""
 
-    num_micro_batches: int  # of this rank
+    num_micro_batches: int  # the number on this rank
     micro_batches: Iterable[MicroBatch]  # from the source; `Run.step_batches` wraps it
-    global_num_samples: int  # on all ranks together (for a stream, an estimate)
-    global_num_micro_batches: int | None = None  # on all ranks together, if known
+    global_num_samples: int  # the samples of all ranks together (for a stream, an estimate)
+    global_num_micro_batches: int | None = None  # the number on all ranks together, if known
     exhausted: bool = False  # whether this rank's stream has ended
     step: int = 0  # the index of the step, set by `Run.step_batches`
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
@@ -179,7 +197,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what any number of ranks needs to continue here. All ranks call it together; rank 0's is saved."""
+        """Return a state from which any number of ranks can continue. All ranks call it together; rank 0's is saved."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,7 +206,7 @@ class BatchSource(ABC):
     # ---- optional ----
 
     # A line about the data for the banner, or None; `attach` may set it.
-    about: str | None = None
+    banner: str | None = None
 
     def attach(self, context: SourceContext) -> None:  # noqa: B027
         """Prepare to make batches by calling the model (a rollout).
@@ -220,7 +238,7 @@ class BatchSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """The argument of `BatchSource.attach`: what a source needs to make batches with the model."""
+    """The argument of `BatchSource.attach`, with which a source can make batches by calling the model."""
 
     # The model, and the sizes of a step.
     model: nn.Module  # this rank's model: for forwards without gradients

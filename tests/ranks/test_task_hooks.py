@@ -265,7 +265,7 @@ def kept(world: Any, store: Any, values: dict[str, Any]) -> list[Any]:
         for batches in training.run.step_batches():
             training.step(batches)
             if batches.step == 1:
-                sums: Any = training.run.stepper.interval.sums
+                sums: Any = training.run.log.interval.sums
                 found = [number for _, *pair in sums._metrics for number in pair]
                 found += [number for pair in sums._losses for number in pair]
                 graphs = [number.requires_grad for number in found if isinstance(number, torch.Tensor)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.bench.pool import Pool
     from lockstep.bench.results import Result, Section
 
-# What can be measured, in the order of `bench all`.
+# The kinds of measurement, in the order of `bench all`.
 KINDS = {
     "weak": "throughput against the number of ranks, with the same batch on every rank",
     "strong": "throughput against the number of ranks, with the same batch on all ranks together",
@@ -141,7 +141,7 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     result = results.begin(folder, shlex.join(["lockstep", *options.arguments]), as_record(this_machine()))
     print(printable(f"hardware  {result.hardware['text']}"))
 
-    # What the ranks share out is known only now.
+    # The cores that the ranks share out are known only now.
     if options.siblings == MEASURE:
         cores = _measured_cores(result)
         asked = replace(_options(options, overrides, cores), out=folder)
@@ -162,10 +162,10 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 failed |= section.failed
                 print(printable(results.text_of(section)) + "\n", flush=True)
 
-            # After each kind, so that an interrupted measurement leaves what it has found.
+            # After each kind, so that an interrupted measurement leaves its results.
             results.write(result, folder)
 
-    # It needs the sections of several kinds, also of those that an earlier command left in the folder.
+    # It needs the sections of several kinds, also sections that an earlier command left in the folder.
     if projected := section_of(result):
         result.put(projected)
         print(printable(results.text_of(projected)) + "\n", flush=True)
@@ -210,7 +210,7 @@ def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[S
     from lockstep.bench.hardware import OtherLoad, disturbance
     from lockstep.bench.pool import RanksEnded
 
-    # Kinds use the machine alone, if they can: what others use meanwhile is measured, too.
+    # Kinds use the machine alone, if they can: the load of others is measured, too.
     others = OtherLoad()
     used = pool.cpu_seconds()
     progress = ProgressLine()
@@ -247,7 +247,7 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
-    """Return what two results must have in common to be compared."""
+    """Return the settings that two results must share to be compared."""
     # Checkpoints, starts and recoveries have a workload of their own, whatever the target is.
     facts = section.extra.get("facts", {})
     if section.name == "checkpoint":
@@ -285,13 +285,13 @@ def _kind(name: str, peers: bool) -> Callable[[Pool, BenchOptions, Callable[[str
 
 
 def _add_facts(result: Result, section: Section) -> None:
-    """Keep what the report says about the whole measurement."""
+    """Keep the facts of the report about the whole measurement."""
     facts = section.extra.get("facts", {})
     result.facts |= {key: facts[key] for key in ("torch", "device") if key in facts}
 
 
 def _options(options: argparse.Namespace, overrides: Sequence[str], cores: Cores) -> BenchOptions:
-    """Check what was typed, and fill in the rest."""
+    """Check the options that were typed, and fill in the rest."""
     from lockstep.bench import options as known
     from lockstep.config import read_layers
 
@@ -306,7 +306,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str], cores: Cores
     known.check_kind(options.kind, vars(options))
     known.check_settings(options.kind, target, layers, options.way)
 
-    # What was typed, or else the usual size of this kind.
+    # The size that was typed, or else the usual one of this kind.
     sizes = {}
     for key, (of_one_kind, of_all) in SIZES.items():
         typed = getattr(options, key)
@@ -337,7 +337,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str], cores: Cores
 
 
 class ProgressLine:
-    """Shows what is being measured: one line that is overwritten on a terminal, and nothing elsewhere."""
+    """Shows the current measurement: one line that is overwritten on a terminal, and nothing elsewhere."""
 
     def __init__(self) -> None:
         self._shown = 0

@@ -35,7 +35,7 @@ HIGHER_IS_BETTER = {
     *("overlap_fraction", "algorithm_gb_s", "bus_gb_s", "loader", "headroom"),
     *("write_mb_s", "load_mb_s"),
 }
-UNDIRECTED = {"need", "torch_loader"}  # of the model, and of torch
+UNDIRECTED = {"need", "torch_loader"}  # figures of the model and of torch
 
 
 def compare(before: Path, after: Path) -> str:
@@ -50,7 +50,7 @@ def compare(before: Path, after: Path) -> str:
     if old.hardware["text"] != new.hardware["text"]:
         lines.append("   The hardware differs: times cannot be compared, only ratios.")
 
-    # Only what both have measured can be compared.
+    # Only figures that both have measured can be compared.
     by_name = {section.name: section for section in new.sections}
     pairs = [(section, by_name[section.name]) for section in old.sections if section.name in by_name]
     for one, other in pairs:

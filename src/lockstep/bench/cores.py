@@ -18,14 +18,14 @@ from lockstep.runtime.host.resources import available_cores, visible_gpus
 # How the CPUs of one core are found (--siblings): the system says it, or it is measured, or the user says it.
 SYSTEM, MEASURE, ADJACENT, HALVES, NONE = SIBLINGS = ("system", "measure", "adjacent", "halves", "none")
 
-SLOWED = 0.75  # of its rate alone: a CPU below that shares its core. Lower clock rates of a busy machine cost less
+SLOWED = 0.75  # a CPU below this share of its rate alone shares its core. Lower clock rates of a busy machine cost less
 
 
 @dataclass(frozen=True)
 class Cores:
     """The physical cores that this process may use."""
 
-    cpus: list[list[int]]  # by core: its hardware threads, as many for each core
+    cpus: list[list[int]]  # the hardware threads of each core, as many for each
     source: str  # who says so
     doubt: str = ""  # why it may be wrong; empty if it is known
 
@@ -159,21 +159,21 @@ def judge_probe(cpus: Sequence[int], rates: Mapping[str, float], total: int) -> 
 class RankPlacement:
     """Which CPUs each rank may use, and whether ranks share anything."""
 
-    cpus: list[list[int]]  # by rank
-    shared: str = ""  # what ranks share; empty if each has its own
+    cpus: list[list[int]]  # the CPUs of each rank
+    shared: str = ""  # the hardware that ranks share; empty if each has its own
     gpus: int = 0  # that the ranks compute on
     cores: int = 1  # physical cores of a rank; it computes with as many threads
     doubt: str = ""  # why cores may be shared after all
     source: str = ""  # who says which CPUs are one core
 
     def __str__(self) -> str:
-        """Return one sentence about what each rank had."""
+        """Return one sentence about the hardware of each rank."""
         if self.shared:
             return self.shared
         if self.gpus:
             return "each rank has a GPU of its own"
 
-        # What else a rank does, such as communication, may run on the hardware threads that do not compute.
+        # Other work of a rank, such as communication, may run on the hardware threads that do not compute.
         text = f"each rank has {plural(self.cores, 'core')} of its own"
         if (threads := len(self.cpus[0])) > self.cores:
             text += f" ({threads} hardware threads, {self.source}) and computes with {plural(self.cores, 'thread')}"
@@ -197,7 +197,7 @@ def place(world: int, cores_per_rank: int, cores: Cores, gpus: int | None = None
 
 
 def _sharing(world: int, cores_per_rank: int, usable: int, gpus: int) -> str:
-    """Return what ranks share, in words, or nothing if each has its own."""
+    """Return the hardware that ranks share, in words, or nothing if each has its own."""
     # With GPUs the ranks compute there, and share them if there are too few.
     if gpus:
         return f"{world} ranks share {plural(gpus, 'GPU')}" if world > gpus else ""

@@ -1,4 +1,4 @@
-"""The hardware of a measurement, and what other processes took of it meanwhile. Nothing here imports torch.
+"""The hardware of a measurement, and the share of it that other processes took meanwhile. Nothing here imports torch.
 
 A scaling efficiency says something about the software only if ranks do not compete for cores (`cores.py`), and if
 nothing else runs meanwhile. A result of which that is not known is never left out; it is only not judged.
@@ -27,7 +27,7 @@ class Hardware:
 
     cpu: str
     cpus: int  # that this process may use: cores, or hardware threads of cores
-    hardware_threads: int  # of the whole machine
+    hardware_threads: int  # the threads of the whole machine
     memory_gb: float
     gpus: list[str] = field(default_factory=list)
     system: str = ""
@@ -77,7 +77,7 @@ def _gpu_names() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return ["GPU"] * visible_gpus()
 
-    # The tool lists all GPUs of the machine, also those that CUDA_VISIBLE_DEVICES hides.
+    # The tool lists all GPUs of the machine, also GPUs that CUDA_VISIBLE_DEVICES hides.
     names = [line.strip() for line in listed.stdout.splitlines() if line.strip()]
     return (names or ["GPU"] * visible_gpus())[: visible_gpus()]
 

@@ -24,7 +24,7 @@ class Estimate(TypedDict):
     median: float
     low: float
     high: float
-    count: int  # of measurements
+    count: int  # the number of measurements
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -52,7 +52,7 @@ def _chance_of_missing(cut: int, count: int) -> float:
 
 
 def spread_text(count: int) -> str:
-    """Return what the spread of an estimate of `count` rounds is."""
+    """Return the name of the spread of an estimate of `count` rounds."""
     if count < 2:
         return "a single round, so nothing is known about the noise"
     if count < ENOUGH:

@@ -21,7 +21,7 @@ from lockstep.runtime.host.resources import visible_gpus
 # Settings that belong to the ranks of a measurement, or that every kind sets itself.
 OF_THE_PROCESS = ("device", "backend", "threads", "steps", "epochs", "global_batch", "local_batch", "run_dir", "resume")
 
-# What a benchmark sets for its ranks, which only train. In a file of settings it is passed over.
+# Settings that a benchmark makes for its ranks, which only train. In a file of settings they are passed over.
 SET_HERE = (
     "steps",
     "epochs",
@@ -41,7 +41,7 @@ BUILT_IN_TARGETS = ("gpt", "mlp")  # see `ranks/workload.py`
 
 @dataclass
 class BenchOptions:
-    """What to measure, and how long.
+    """The choice of measurements, and their lengths.
 
     Made from the command line, or by a caller in Python; both are checked alike when it is made. Sizes and counts that
     are not named have the defaults of the command.
@@ -50,7 +50,7 @@ class BenchOptions:
     target: str = "gpt"
     layers: list[Any] = field(default_factory=list)  # (source, values), as for `lockstep train`
     worlds: list[int] = field(default_factory=lambda: [1, 2])
-    backends: list[str] = field(default_factory=list)  # of collectives; empty: the one for this machine
+    backends: list[str] = field(default_factory=list)  # backends of collectives; empty: the one for this machine
     repeats: int = 9  # rounds
     seconds: float | None = None  # as many rounds as fit into them, instead of `repeats` (weak and strong)
     block: int = 10  # steps of a turn
@@ -59,13 +59,13 @@ class BenchOptions:
     cores: Cores = field(default_factory=find_cores)  # that the ranks share out
     max_mb: float = 256.0  # the largest message, in MB
     accumulation: list[int] = field(default_factory=lambda: [1, 4])
-    megabytes: int = 400  # of a checkpoint
-    steps: int = 500  # of the leak check
+    megabytes: int = 400  # the size of a checkpoint
+    steps: int = 500  # steps of the leak check
     ways: list[str] = field(default_factory=list)  # settings to compare with the target as it is, as words
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured, and choose the cores of a rank."""
+        """Refuse a measurement that is impossible, and choose the cores of a rank."""
         self._check_target()
         self._check_sizes()
 
@@ -105,7 +105,7 @@ class BenchOptions:
             )
 
     def arguments(self, **more: Any) -> dict[str, Any]:
-        """Return what ranks that train the target must know, and `more`."""
+        """Return the options for ranks that train the target, and `more`."""
         return {
             "target": self.target,
             "layers": self.layers,
@@ -117,7 +117,7 @@ class BenchOptions:
 
 
 def parse_worlds(text: str | None, cores: int) -> list[int]:
-    """Return numbers of ranks; by default powers of two up to what there are devices or `cores` for."""
+    """Return numbers of ranks; by default powers of two up to the number of devices or `cores`."""
     if text is None:
         most = visible_gpus() or cores
         return [world for world in (1, 2, 4, 8) if world <= max(2, most)]
@@ -175,7 +175,7 @@ def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
         raise UserError("--seconds and --repeats both say how many rounds there are", "", "leave one of them out")
 
 
-# The kinds that measure something of their own: what that is, and what can be chosen.
+# The kinds that measure something of their own, with the advice to somebody who names a target.
 WITHOUT_TARGET = {
     "checkpoint": ("saves tensors of its own", "set their size with --megabytes"),
     "start": ("starts a script of its own", "leave them out"),
@@ -201,7 +201,7 @@ def check_settings(
             'name other settings with --way, once or more: --way exact=true --way "graph=auto compile=true"',
         )
 
-    # The settings of all rows, and then those of each way alone.
+    # The settings of all rows, and then the settings of each way alone.
     _check_typed(kind, layers)
     for way in ways:
         _check_way(way, target)
@@ -212,10 +212,10 @@ def check_settings(
 
 
 def _check_typed(kind: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse what was typed and would be passed over."""
+    """Refuse an option that was typed and would be passed over."""
     set_here = (*SET_HERE, *SET_BY_KIND.get(kind, ()))
     for source, values in layers:
-        # A file may be one that training uses, so what it says is passed over silently.
+        # Training may use the same file, so its other settings are passed over silently.
         if source != "command line":
             continue
 
@@ -230,7 +230,7 @@ def _check_typed(kind: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> 
 
 
 def _check_way(way: str, target: str) -> None:
-    """Refuse a --way that changes what all ways have in common."""
+    """Refuse a --way that changes a setting which all ways must share."""
     for _, values in layers_of(way):
         for key in flatten(values):
             if key in OF_THE_PROCESS:

@@ -17,7 +17,7 @@ from lockstep.files import replacing
 from lockstep.observe import report
 from lockstep.observe.formats import escaped
 
-MOST_ROWS = 20  # of a table that is not folded away
+MOST_ROWS = 20  # a longer table is folded away
 
 
 def write_pictures_and_page(result: Result, folder: Path) -> Path:
@@ -158,7 +158,7 @@ def _table(section: Section) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a cell. Numbers are flush right, as the style says for all cells but those of words."""
+    """Return a cell. Numbers are flush right, as the style says for all cells except cells of words."""
     number = value is None or isinstance(value, int | float) or is_estimate(value)
     style = "" if number else ' class="words"'
 

@@ -81,7 +81,7 @@ def _figure(columns: int, width: float = 9.5, height: float = 3.9) -> tuple[Any,
 
 
 def _name_hardware(figure: Any, result: Result, section: Section) -> None:
-    """Write the last line of a figure: on what it was measured, by which versions, and when."""
+    """Write the last line of a figure: the hardware, the versions and the date of the measurement."""
     torch = section.extra.get("facts", {}).get("torch") or result.facts.get("torch", "")
     stamp = section.stamp or {"version": result.version, "time": result.time}
     text = f"{result.hardware['text']} · torch {torch} · Lockstep {stamp['version']} · {stamp['time']}"
@@ -97,7 +97,7 @@ def _name_hardware(figure: Any, result: Result, section: Section) -> None:
 
 
 def _column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
-    """Return the values of one column; what a row lacks is 0."""
+    """Return the values of one column; a value that a row lacks is 0."""
     return [row.get(key) or 0.0 for row in rows]
 
 
@@ -163,7 +163,7 @@ def scaling(section: Section) -> Any:
 
 
 def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
-    """Draw the efficiency with what bounds it: the share of computing, the target, and the machine itself."""
+    """Draw the efficiency with its bounds: the share of computing, the target, and the machine itself."""
     rows = section.rows
     found = _column(rows, "scaling_efficiency")
     label = "scaling efficiency"
@@ -178,7 +178,7 @@ def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
     if limit:
         axes.axhline(limit, color=COLOURS[2], linestyle="--", linewidth=1, label=f"target {limit:.0%}")
 
-    # Ranks that train side by side without any exchange: what their cores or caches allow.
+    # Ranks that train side by side without any exchange show how much their cores or caches allow.
     limited = [row for row in rows if row.get("machine_limit")]
     if limited:
         # A little to the right, so that its error bars do not hide the others.
@@ -310,7 +310,7 @@ def collectives(section: Section) -> Any:
         _line(times, sizes, _column(mine, "milliseconds"), colour, label, marker)
         _line(rates, sizes, _column(mine, "bus_gb_s"), colour, label, marker)
 
-        # The dotted line is what the fit of latency and bandwidth says.
+        # The dotted line is the fit of latency and bandwidth.
         latency, bandwidth = fit(sizes, [row["milliseconds"]["median"] / 1e3 for row in mine])
         fitted = [1e3 * (latency + size / bandwidth) for size in sizes]
         times.plot(sizes, fitted, color=colour, linestyle=":", linewidth=1)
@@ -341,13 +341,13 @@ def _byte_axis(axes: Any, sizes: Sequence[int]) -> None:
 
 
 def step_communication(section: Section) -> Any:
-    """Draw how much of a step's communication is hidden behind computing, and what the step takes."""
+    """Draw how much of a step's communication is hidden behind computing, and the time of the step."""
     figure, (communication, overlap, time) = _figure(3, width=11.5, height=3.4)
     rows = section.rows
     names = [row["what"] for row in rows]
     places = range(len(names))
 
-    # Exposed is what a step waits for; the rest runs beside computing.
+    # A step waits for exposed communication; the rest runs beside computing.
     exposed = _column(rows, "exposed_ms")
     hidden = [row["communication_ms"] - row["exposed_ms"] for row in rows]
     communication.barh(places, exposed, color=COLOURS[1], label="exposed")
@@ -379,7 +379,7 @@ def step_communication(section: Section) -> Any:
 
 
 def memory(section: Section) -> Any:
-    """Draw what a rank holds, by category, and what a micro-batch costs as there are more of them."""
+    """Draw the memory of a rank by category, and the cost of a micro-batch as their number grows."""
     figure, (held, time) = _figure(2, width=9.5)
     rows = section.rows
     labels = [f"{row['world']} x {row['accumulation']}" for row in rows]
@@ -410,7 +410,7 @@ def memory(section: Section) -> Any:
 
 
 def leak(section: Section) -> Any:
-    """Draw what a process holds over the steps. Both axes begin at 0: what is flat looks flat."""
+    """Draw the memory of a process over the steps. Both axes begin at 0, so that a flat line looks flat."""
     figure, (bytes_held, count) = _figure(2, width=9.5, height=3.2)
     steps = _column(section.rows, "step")
 
@@ -531,10 +531,10 @@ def _grouped(axes: Any, labels: Sequence[str], groups: dict[str, list[Any]]) -> 
 
 
 def projection(section: Section) -> Any:
-    """Draw the efficiency that was measured, and dashed what the model of the links projects from it."""
+    """Draw the measured efficiency, and dashed the projection by the model of the links."""
     figure, (axes,) = _figure(1, width=7)
 
-    # Every kind of scaling has a colour: a solid line for what was measured, a dashed one for the projection.
+    # Every kind of scaling has a colour: a solid line for the measurement, a dashed one for the projection.
     for colour, mode in zip(COLOURS, dict.fromkeys(row["what"] for row in section.rows), strict=False):
         measured = section.extra["measured"].get(mode, [])
         mine = [row for row in section.rows if row["what"] == mode]
@@ -542,7 +542,7 @@ def projection(section: Section) -> Any:
             worlds = [row["world"] for row in measured]
             _line(axes, worlds, _column(measured, "scaling_efficiency"), colour, f"{mode}, measured")
 
-        # The dashed line begins at one rank, so that it can be compared with what was measured.
+        # The dashed line begins at one rank, so that it can be compared with the measurement.
         points = [(1, 1.0), *((row["ranks"], row["efficiency"]) for row in mine)]
         axes.plot(
             *zip(*points, strict=True),

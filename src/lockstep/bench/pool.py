@@ -30,8 +30,8 @@ from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, S
 from lockstep.runtime.host.resources import visible_gpus
 from lockstep.runtime.host.threads import wait_asleep
 
-LIMIT_S = 900.0  # for one answer
-END_S = 20.0  # for the end of a team
+LIMIT_S = 900.0  # the limit of one answer
+END_S = 20.0  # the limit for the end of a team
 STOP = "stop"  # the command that ends a generator
 
 ENTRY = "lockstep.bench.ranks.entry"
@@ -62,7 +62,7 @@ class Pool:
         # It imports torch once. A rank is a fork of it, and starts in milliseconds.
         self.zygote = ZygoteClient(f"{ENTRY}:work", [*PRELOAD, ENTRY, *preload], env)
 
-        self._ranks = 0  # of all teams so far
+        self._ranks = 0  # the ranks of all teams so far
         self._teams = 0
 
     def __enter__(self) -> Pool:
@@ -113,7 +113,7 @@ class Pool:
                 "rank": rank,
             }
 
-            # Through JSON and back, so that what the zygote cannot send is found here.
+            # Through JSON and back, to find here values that the zygote cannot send.
             self.zygote.fork(number, env, json.loads(json.dumps(spec)), folder / f"rank-{rank}.log", reading)
 
         # Each rank has a copy of its own.
@@ -133,7 +133,7 @@ class Pool:
         return ranks + forks.user + forks.system + sum(os.times()[:4])
 
     def _environment(self, rank: int, world: int, folder: Path) -> dict[str, str]:
-        """Return what a launcher would tell this rank of a team whose files are in `folder`."""
+        """Return the environment that a launcher would give this rank of a team with files in `folder`."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -191,7 +191,7 @@ def rounds_of(teams: Mapping[Any, Team], repeats: int, report: Callable[[str], N
 
 
 def wall_seconds(rounds: Sequence[Sequence[Mapping[str, float]]]) -> list[float]:
-    """Return the seconds of each round: those of its slowest rank, for which all others wait."""
+    """Return the seconds of each round on its slowest rank, for which all others wait."""
     return [max(rank["seconds"] for rank in ranks) for ranks in rounds]
 
 
@@ -217,7 +217,7 @@ class Team:
         # Pipes with names, one pair for each rank. Open for both directions, so that neither end sees it closed.
         self._commands = [_pipe(folder / f"command-{rank}") for rank in range(len(numbers))]
         self._answers = [_pipe(folder / f"answer-{rank}") for rank in range(len(numbers))]
-        self._texts = [b""] * len(numbers)  # what was read of each rank's next answer
+        self._texts = [b""] * len(numbers)  # the part of each rank's next answer that was read
 
     @property
     def world(self) -> int:
@@ -230,7 +230,7 @@ class Team:
         return self.placement
 
     def ready(self) -> list[Any]:
-        """Wait until all ranks are set up and return what each of them says about that."""
+        """Wait until all ranks are set up, and return their first answers."""
         return self._collect()
 
     def ask(self, command: str = "turn") -> list[Any]:
@@ -268,7 +268,7 @@ class Team:
             pipe.close()
 
     def _collect(self) -> list[Any]:
-        """Wait for one line from every rank, and return what they say, by rank."""
+        """Wait for one line from every rank, and return their answers by rank."""
         found: dict[int, Any] = {}
         deadline = time.monotonic() + LIMIT_S
 
@@ -286,7 +286,7 @@ class Team:
         return [found[rank] for rank in range(self.world)]
 
     def _read_answer(self, rank: int, found: dict[int, Any]) -> None:
-        """Read what a rank has written so far. Its first whole line is its answer; the rest is kept for later."""
+        """Read the text that a rank has written so far. Its first whole line is its answer; the rest is kept."""
         self._texts[rank] += self._answers[rank].read() or b""
         line, newline, rest = self._texts[rank].partition(b"\n")
         if newline and rank not in found:

@@ -70,7 +70,7 @@ class Point:
 
     ranks: int
     step: float  # seconds
-    efficiency: float  # of scaling, and the compute fraction: they are the same if computation takes no longer
+    efficiency: float  # the efficiency of scaling. It is the compute fraction if computation takes no longer
 
 
 def project(
@@ -135,7 +135,7 @@ def section_of(result: Result) -> Section | None:
         else:
             rows += _project_section(mode, by_name[mode], links)
 
-    # The plot shows what was measured beside it.
+    # The plot shows the measurement beside it.
     projected = dict.fromkeys(row["what"] for row in rows)
     measured = {mode: by_name[mode].rows for mode in projected}
 
@@ -160,7 +160,7 @@ def _refusal(section: Section, links: dict[str, Any]) -> str:
 
 
 def _project_section(mode: str, section: Section, links: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of one kind of scaling: the ranks of RANKS, and those that were measured, for comparison."""
+    """Return the rows of one kind of scaling: the ranks of RANKS, and the measured ones for comparison."""
     facts = section.extra["facts"]
     first, last = section.rows[0], section.rows[-1]
     measured = {row["world"]: row["scaling_efficiency"]["median"] for row in section.rows}

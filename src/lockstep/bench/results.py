@@ -23,7 +23,7 @@ from lockstep.files import replacing
 from lockstep.observe.formats import finite
 
 FILE = "results.json"
-FORMAT = 1  # of that file
+FORMAT = 1  # the format of that file
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, what was measured, and whether that can be judged on this hardware."""
+    """A target, the measurement, and whether it can be judged on this hardware."""
 
     text: str  # such as "weak scaling efficiency at 2 ranks > 90 %"
     value: float
@@ -88,8 +88,8 @@ class Section:
     rows: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)  # what plots need besides the rows
-    settings: dict[str, Any] = field(default_factory=dict)  # what was measured: results with others do not compare
+    extra: dict[str, Any] = field(default_factory=dict)  # data for plots besides the rows
+    settings: dict[str, Any] = field(default_factory=dict)  # of the measurement: others cannot be compared with it
     stamp: dict[str, str] = field(default_factory=dict)  # when, by which version and by which command
 
     @property
@@ -216,7 +216,7 @@ def csv_of(section: Section) -> str:
 
 
 def _spread(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with single values: an estimate becomes three, and what is nested is left out."""
+    """Return a row with single values: an estimate becomes three, and nested values are left out."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if is_estimate(value):

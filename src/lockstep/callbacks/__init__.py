@@ -1,4 +1,4 @@
-"""Callbacks: objects that a run calls, for what several tasks share.
+"""Callbacks: objects that a run calls, with code that several tasks share.
 
 A callback is any object with one or more of these methods, which are those of `Task` (`task.py` documents them):
 

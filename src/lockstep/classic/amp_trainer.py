@@ -20,9 +20,9 @@ from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.checkpoints import CheckpointCalls, load_state, save_state
 from lockstep.data.transfer import to_device
-from lockstep.engine.start_check.data import check_different
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
+from lockstep.observe.metrics import Interval, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import ScheduleRate
 from lockstep.parallel.apply import parallelize
@@ -35,6 +35,7 @@ from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.host.threads import Threads
 from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
+from lockstep.start_check.data import check_different
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 # (model, batch) -> Loss, or the mean loss of the batch.
@@ -93,7 +94,7 @@ class AMPTrainer:
 
         context = StepContext(settings, self.runtime, self.precision, 1, reports_loss=self.driver.role.reports_loss)
 
-        self.stepper = Stepper(context, self.driver, self.optimizers, rate)
+        self.stepper = Stepper(context, self.driver, self.optimizers, rate, Interval(Sums()))
 
         self._checkpoint_calls = CheckpointCalls(self.runtime.world, self.number)
 

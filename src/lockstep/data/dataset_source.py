@@ -28,7 +28,7 @@ class SourceOptions:
     data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
 
-    # What a source calls.
+    # Functions that a source calls.
     gather_states: Callable[[Any], list[Any]]  # returns the states of all ranks, by rank; collective
     log_event: EventLogger
     beat: Callable[[], None]  # tells the watchdog that this rank is making progress
@@ -57,14 +57,15 @@ class SourceOptions:
 
 
 class DatasetSource(BatchSource):
-    """A source that reads the user's dataset. If worker processes read it, `_reading` is set, and `close` ends them.
+    """A source that reads the user's dataset.
 
+    `_loader_batches` is set while worker processes read it; `close` ends them.
     The first step of a run compares what ranks and worker processes read, by what a source says here.
     """
 
     # The first sample of a stream, or the names of its files; None if it is not known.
     same_on_all_ranks: Any = None
-    _reading: Iterator[Any] | None = None
+    _loader_batches: Iterator[Any] | None = None
 
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.collate = collate
@@ -78,7 +79,7 @@ class DatasetSource(BatchSource):
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
-        if isinstance(self._reading, LoaderBatches):
-            self._reading.close()
+        if isinstance(self._loader_batches, LoaderBatches):
+            self._loader_batches.close()
 
-        self._reading = None
+        self._loader_batches = None

@@ -37,9 +37,9 @@ class TakenLoader:
     data: Any  # the dataset, or Sampled(dataset, sampler)
     collate: Collate
     settings: dict[str, Any]  # dotted keys, for settings that were left at their defaults
-    parts: list[str]  # what was taken, in words, besides the settings
+    parts: list[str]  # the other parts of the loader that the run uses, in words
 
-    def describe(self, used: set[str]) -> str:
+    def banner(self, used: set[str]) -> str:
         """Return a line for the banner. `used` are the keys of `settings` that the run has taken over."""
         settings = [f"{key}={typed(value)}" for key, value in self.settings.items() if key in used]
         line = f"taken: {', '.join([*self.parts, *settings])}"
@@ -63,7 +63,7 @@ def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
     sampler, shuffle = (None, None) if is_stream else _take_sampler(loader)
     data = loader.dataset if sampler is None else Sampled(loader.dataset, sampler)
 
-    # For the banner: what the run uses of the loader.
+    # The banner says which parts of the loader the run uses.
     parts = [f"the dataset ({type(loader.dataset).__name__})"]
     if sampler is not None:
         parts.append(f"the sampler ({type(sampler).__name__})")
@@ -113,13 +113,13 @@ def is_stateful_stream(data: Any) -> bool:
 
 def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
     """Return the loader's options as settings. An option at torch's default sets nothing."""
-    # A DistributedSampler divides the dataset among the ranks, and then a batch is that of one rank.
+    # A DistributedSampler divides the dataset among the ranks, and then a batch belongs to one rank.
     batches = loader.batch_sampler
     assert isinstance(batches, BatchSampler)
     per_rank = isinstance(batches.sampler, DistributedSampler)
     settings: dict[str, Any] = {"local_batch" if per_rank else "global_batch": batches.batch_size}
 
-    # Only what the loader was asked for: the settings may say the rest.
+    # Only options that the loader was given: the settings may say the rest.
     if shuffle is not None:
         settings["data.shuffle"] = shuffle
     if batches.drop_last:
@@ -199,7 +199,7 @@ def _refuse_unknown(loader: DataLoader) -> None:
             raise UserError(f"the DataLoader has {name}, which a run would not use", "", instead)
 
 
-# Options of a DataLoader that change what is read, or how -> what to do instead.
+# Options of a DataLoader that change which samples are read, or how -> the advice to the user.
 UNSUPPORTED = {
     "worker_init_fn": "leave it out: samples are seeded one by one; prepare other things when a process reads its "
     "first sample, in __getitem__",

@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.data.samplers.sampler import as_numbers
 from lockstep.errors import UserError
 
-HALVINGS = 40  # of the interval in which the best budget is searched: more than float64 lengths can tell apart
+HALVINGS = 40  # times that the search for the best budget halves its interval: enough for float64
 
 
 def divide_by_length(lengths: np.ndarray, count: int) -> list[np.ndarray]:

@@ -211,7 +211,7 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
 def read_all(
     reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
-    """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead.
+    """Return batches for `requests`, in their order. Each worker process prefetches `prefetch` requests.
 
     `pin_memory`: of batches that worker processes have read; `Transfer` pins those of this process.
     """
@@ -238,7 +238,7 @@ def start_loader(
 ) -> LoaderBatches:
     """Return batches from a DataLoader, whose worker processes start now. Without workers it reads in this process.
 
-    Each worker reads `prefetch` batches ahead. An error that it sends is raised in place of the batch. `options` are
+    Each worker prefetches `prefetch` batches. An error that it sends is raised in place of the batch. `options` are
     further arguments of the DataLoader.
     """
     # torch refuses these options without workers. Open files are listed here, in the rank, before the fork.
@@ -250,5 +250,5 @@ def start_loader(
 
 
 def already_collated(batch: Any) -> Any:
-    """Return what a stream has made as it is: the `collate_fn` of its loader."""
+    """Return the batch of a stream as it is. This is the `collate_fn` of its loader."""
     return batch

@@ -1,13 +1,12 @@
 """The source over a map-style dataset: reads this rank's micro-batches of each step.
 
-`StepOrder` says which samples these are. Reading and copying ahead follow the same order.
+`StepOrder` says which samples these are. Batches are prefetched in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,10 @@ class MapSource(DatasetSource):
         self.reader = reader
         self.step_order = StepOrder(sampler, len(reader.dataset), options, sample_lengths)
 
-        # Nothing overlaps with reading ahead on a CPU without workers, where a batch needs no `Transfer` either.
-        self._reads_ahead = bool(options.config.workers) or self._needs_transfer
+        # On a CPU without workers nothing would overlap with prefetching, and a batch needs no `Transfer` either.
+        self._prefetches = bool(options.config.workers) or self._needs_transfer
 
-        # An iterator over batches that are read and copied ahead, and the position of its next step.
+        # An iterator over prefetched batches, and the position of its next step.
         self._prefetched: Iterator[Any] | None = None
         self._prefetched_position = 0
         self._padding_batch: Any = None  # runs in place of a micro-batch that collate emptied
@@ -62,10 +61,10 @@ class MapSource(DatasetSource):
         window = order.window(order.position)
         after = order.end_position(window)
         size = window.size
-        micros = order.micro_batches(window)
+        micro_batches = order.micro_batches(window)
         return StepBatches(
-            len(micros),
-            self._load(window, micros),
+            len(micro_batches),
+            self._load(window, micro_batches),
             size,
             global_num_micro_batches=order.count(window),
             span=(after - size, after),
@@ -80,7 +79,7 @@ class MapSource(DatasetSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_order.load_state_dict(state)
-        self.close()  # what was read ahead belongs to the old position
+        self.close()  # prefetched batches belong to the old position
 
     @property
     def skipped_spans(self) -> list[tuple[int, int]]:
@@ -91,7 +90,7 @@ class MapSource(DatasetSource):
         self.step_order.skip(span)
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Read a micro-batch in this process, to compare it with what a worker read. None if samples are not seeded."""
+        """Read a micro-batch in this process, to compare it with a worker's. None if samples are not seeded."""
         if not (self.options.config.workers and self.options.config.seed_samples):
             return None
 
@@ -122,7 +121,7 @@ class MapSource(DatasetSource):
     def start_workers(self) -> None:
         """Start the worker processes, if there are any. It is called before this process reads a sample."""
         if self.options.config.workers and self._prefetched is None:
-            self._prefetched = self._start_reading()
+            self._prefetched = self._start_prefetch()
             self._prefetched_position = self.step_order.position
 
     def close(self) -> None:
@@ -137,18 +136,18 @@ class MapSource(DatasetSource):
 
     # ---- reading samples ----
 
-    def _load(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
+    def _load(self, window: Window, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of a window with their data. None of them is kept here."""
-        # What is read ahead comes in the same order, by the same assignment (`_requests`).
-        requests = (Request(micro.epoch, micro.ids) for micro in micros)
-        batches = self._prefetch(window) if self._reads_ahead else map(self.reader, requests)
+        # Prefetched batches come in the same order, by the same assignment (`_requests`).
+        requests = (Request(micro.epoch, micro.ids) for micro in micro_batches)
+        batches = self._prefetch(window) if self._prefetches else map(self.reader, requests)
 
         # `map` ends with the micro-batches, and a variable here would keep the last one until the next is there.
-        yield from map(self._with_data, micros, batches)
+        yield from map(self._with_data, micro_batches, batches)
 
     def _with_data(self, micro: MicroBatch, data: Any) -> MicroBatch:
         # A batch that collate has emptied still takes part in the step, with weight 0.
-        return self._as_padding(micro) if is_empty(data) else replace(micro, data=data)
+        return self._as_padding(micro) if is_empty(data) else micro.with_data(data)
 
     def _as_padding(self, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch that collate emptied as padding: its weight is 0, but every rank must run it."""
@@ -166,19 +165,19 @@ class MapSource(DatasetSource):
 
             self._padding_batch = self._transfer(batch)
 
-        return replace(micro, data=self._padding_batch, padding=True)
+        return micro.with_data(self._padding_batch, padding=True)
 
     def _prefetch(self, window: Window) -> Iterator[Any]:
         """Return an endless iterator over batches on the device, from the current position on."""
         # Continue the iterator of the last step, except at the start and after a resume.
         if self._prefetched is None or self._prefetched_position != self.step_order.position:
-            self._prefetched = self._start_reading()
+            self._prefetched = self._start_prefetch()
 
         self._prefetched_position = self.step_order.end_position(window)
         return self._prefetched
 
-    def _start_reading(self) -> Iterator[Any]:
-        """Start to read ahead from the current position, and drop what was read ahead from another one."""
+    def _start_prefetch(self) -> Iterator[Any]:
+        """Start to prefetch from the current position, and drop batches that were prefetched from another one."""
         self.close()
         config = self.options.config
 
@@ -188,8 +187,8 @@ class MapSource(DatasetSource):
 
         requests = self._requests(self.step_order.position)
         batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
-        self._reading = batches
-        return self._transfer.ahead(batches) if self._needs_transfer else batches
+        self._loader_batches = batches
+        return self._transfer.prefetch(batches) if self._needs_transfer else batches
 
     def _requests(self, position: int) -> Iterator[Request]:
         """Yield requests for this rank's micro-batches from a position on, endlessly."""

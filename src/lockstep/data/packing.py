@@ -35,7 +35,7 @@ class RowPacker:
         self.row_length = row_length
         self.open_rows = open_rows
         self._rows: list[list[Any]] = []  # open rows, oldest first
-        self._room: list[int] = []  # what is left of each
+        self._room: list[int] = []  # the tokens that still fit into each
 
     def add(self, item: Any, size: int) -> list[list[Any]]:
         """Put an item into a row. Return the rows that are completed by it, at most two."""

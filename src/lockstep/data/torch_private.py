@@ -33,5 +33,5 @@ def forget_worker() -> None:
 
 
 def pin_other(part: Any) -> Any:
-    """Pin the tensors in a part of a batch as torch's DataLoader does. It returns what it does not know as it is."""
+    """Pin the tensors in a part of a batch as torch's DataLoader does. Unknown objects stay as they are."""
     return pin_memory(part)

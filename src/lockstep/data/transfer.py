@@ -17,24 +17,20 @@ from lockstep.data.torch_private import pin_other
 class Transfer:
     """Brings batches to the device, through pinned memory if that is asked for.
 
-    Batches for a GPU are copied on a separate CUDA stream, one micro-batch ahead, while the GPU computes (`ahead`).
-    Those of a stream are copied ahead within a step, those of a map-style dataset also across steps.
+    `prefetch` copies batches for a GPU on a separate CUDA stream, one micro-batch ahead, while the GPU computes: those
+    of a stream within a step, those of a map-style dataset also across steps.
     """
 
     def __init__(self, device: torch.device, pin_memory: bool = False):
-        """`pin_memory`: of batches that this process has read; the DataLoader pins those of worker processes."""
+        """`pin_memory` pins batches that this process has read; the DataLoader pins batches of worker processes."""
         self.device = device
         self._pins = pin_memory and device.type != "cpu"
 
     def __call__(self, batch: Any) -> Any:
         """Return one batch on the device."""
-        # On a CPU it is there already. (Sources then do not call this at all.)
-        if self.device.type == "cpu":
-            return batch
-
         return to_device(self._pinned(batch), self.device)
 
-    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def prefetch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the batches on the device. On a GPU, each copy starts one batch ahead."""
         # On a CPU there is no copy to overlap.
         if self.device.type != "cuda":
@@ -66,7 +62,10 @@ def pin(batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Move every tensor inside `batch` to the device, with `move` or else `Tensor.to`, asynchronously if pinned."""
+    """Move every tensor in `batch` to the device, with `move` or else `Tensor.to`, asynchronously if pinned.
+
+    On a CPU the batch is there already.
+    """
     if device.type == "cpu":
         return batch
 
@@ -133,7 +132,7 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
         return values
 
 
-# ---- one batch ahead, on a GPU ----
+# ---- prefetching, on a GPU ----
 
 
 def prefetch_to_device(batches: Iterator[Any], stream: CopyStream) -> Iterator[Any]:

@@ -288,7 +288,7 @@ class StepOrder:
     def micro_batches(self, window: Window) -> list[MicroBatch]:
         """Return this rank's micro-batches of a window, without their data. A rank without work runs one as padding.
 
-        A window is assigned once, when it is read ahead or taken, and stays so until its step has ended. The list is
+        A window is assigned once, when it is prefetched or taken, and stays so until its step has ended. The list is
         kept until then, so the caller must not put data into it.
         """
         after = self.end_position(window)

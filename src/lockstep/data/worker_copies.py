@@ -1,4 +1,4 @@
-"""Copies of a dataset in worker processes: what they must not share, and changes that they would not see.
+"""Copies of a dataset in worker processes: they must not share connections, and do not see later changes.
 
 A worker process has a copy of the dataset from the moment it was started. What the main process changes afterwards,
 such as the length of a crop, does not reach it. Training would go on with old values and say nothing; here it is
@@ -38,7 +38,7 @@ class WorkerCopies:
         for name in self._changed():
             raise UserError(
                 f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
-                "they have copies of the dataset, and read ahead",
+                "they have copies of the dataset, and prefetch",
                 "set data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
                 "torch, numpy or random, which are seeded by epoch and sample. If the workers need not see it, since "
                 "only your sampler reads it, say, set checks.first_batch=false",
@@ -84,7 +84,7 @@ def check_no_connection(dataset: Any) -> None:
 
 
 def _attributes(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the attributes of a dataset, class attributes first, then those of datasets inside it."""
+    """Yield (name, value) of the attributes of a dataset, class attributes first, and of the datasets inside it."""
     # From the base class to the class itself and then the instance, so that what overrides an attribute comes later.
     classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
     for attributes in [*classes, getattr(dataset, "__dict__", {})]:

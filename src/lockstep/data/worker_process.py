@@ -118,7 +118,7 @@ def reopen(files: dict[int, int]) -> None:
     for descriptor, offset in files.items():
         # A file that cannot be opened again stays shared. The comparison of the first micro-batch detects problems.
         with contextlib.suppress(OSError):
-            # Other flags are dropped: those of a temporary file would create a new file, or refuse to follow a link.
+            # Other flags are dropped: a temporary file's flags would create a new file, or refuse to follow a link.
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND)
             own = os.open(f"{DESCRIPTORS}/{descriptor}", flags)
             os.lseek(own, offset, os.SEEK_SET)

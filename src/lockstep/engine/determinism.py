@@ -36,13 +36,13 @@ class Exactness(StepPart):
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
         """`changing` is the task's `changing_buffers`."""
-        # Refuse what is known by now. What a forward changes shows only after the first step: see `end_step`.
+        # Refuse problems that are known by now. Changes by a forward show only after the first step: see `end_step`.
         _check_changing(model, changing)
         _check_batchnorm(model)
 
         self.model = model
         self.platform = _agreed_platform(runtime)
-        self._changes: list[Change] = []  # of the platform, since the loaded checkpoint
+        self._changes: list[Change] = []  # changes of the platform since the loaded checkpoint
         self._unfused = _switch_off_fused(optimizers)
         self._first_buffers: dict[str, Tensor] = {}  # copies from before the first step of this process
 

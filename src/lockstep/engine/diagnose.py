@@ -1,4 +1,4 @@
-"""Turns torch's errors into errors about the run: what happened, why, and what to type.
+"""Turns torch's errors into errors about the run, with the cause and the setting to type.
 
 The most important one is out of memory. With micro_batch=auto the rank records a smaller size in the run folder and
 ends. The launcher then kills the other ranks, which wait in a collective, and restarts all of them.
@@ -153,7 +153,7 @@ def _explain_changed_input(error: RuntimeError, builder: RunBuilder) -> UserErro
 
 
 def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exception:
-    """Return an error that says what did not fit, what uses the memory, and what would help, best advice first."""
+    """Return an error that names the allocation that failed, the uses of memory, and advice, the best first."""
     shortage = Shortage.of(str(error))
     driver = builder.driver
     if driver is None:
@@ -176,7 +176,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     if compiler and compiler.state == "time":
         first.append(Option("compile=true", None))
 
-    # What was being computed, and what could be made smaller, depends on the phase of the run.
+    # The phase of the run decides what was being computed, and what could be made smaller.
     run = builder.run
     advice: list[Option] = []
 
@@ -295,7 +295,7 @@ class Shortage:
     message: str
     wanted: int | None
     free: int | None
-    allowed: int | None  # by gpu_memory
+    allowed: int | None  # the limit that gpu_memory sets
 
     @classmethod
     def of(cls, message: str) -> Shortage:

@@ -39,7 +39,7 @@ def end_training(run: Run) -> None:
     _log_stop(run)
 
     counters = run.stepper.counters
-    run.stepper.outcomes.check_something_learned(counters.steps_done, counters.steps_applied)
+    run.stepper.outcome_handler.check_something_learned(counters.steps_done, counters.steps_applied)
     run.check_replicas()
 
     # The last evaluation may be the best one.
@@ -121,7 +121,7 @@ def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[st
 
 
 def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
-    """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
+    """Write the weights, or the best checkpoint's, as `checkpoint.final` says, on rank 0."""
     if run.config.checkpoint.final == "best":
         best = None
         why = "no checkpoint has a finite value"
@@ -176,7 +176,7 @@ def _of_checkpoint(
 def close(run: Run, text: str | None = None) -> dict[str, Any]:
     """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
     run.runtime.heartbeat.beat("end")
-    run.recorder.write_late_metrics(run.stepper.interval.sums, run.steps_done)
+    run.recorder.write_late_metrics(run.log.interval.sums, run.steps_done)
 
     # While the checkpoints are still open: `_release` closes them.
     best = run.runtime.collectives.run_on_rank0(lambda: _describe_best(run))
@@ -222,7 +222,7 @@ def _describe_best(run: Run) -> dict[str, Any] | None:
 def _release(run: Run) -> None:
     """Return the model and the optimizers to the user without our hooks, with the weights to use from now on."""
     trained = run.trained_model
-    trained.optimizers.use_evaluation_weights(trained.driver.reshard)
+    trained.optimizers.switch("eval", trained.driver.reshard)
     trained.optimizers.release()
     run.stepper.learning_rate.release()
 

@@ -2,7 +2,7 @@
 
 This does not change the result. A micro-batch has the same samples and random numbers on any rank, and sums are divided
 once. So the assignment of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Worker processes read ahead, so a new assignment takes effect at a later position in the data, on which all ranks agree.
+Worker processes prefetch, so a new assignment takes effect at a later position in the data, on which all ranks agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP = 3  # the first steps are not measured: they compile, allocate and conn
 MEASURED = 5  # steps per measurement
 PERIOD = 100  # steps from one measurement to the next
 MIN_GAIN = 0.1  # as a fraction of a step: a smaller gain may be noise
-SHOWN_RANKS = 16  # at most this many ranks in a printed assignment
+SHOWN_RANKS = 16  # a printed assignment names at most this many ranks
 
 Speeds = str | Sequence[float]  # `load_balance`
 

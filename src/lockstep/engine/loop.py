@@ -13,12 +13,12 @@ from lockstep.engine.checks.names import check_attributes
 from lockstep.engine.checks.settings import check_evaluations
 from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
+from lockstep.engine.evaluation.metric_names import check_metrics
 from lockstep.engine.hooks.calls import Hooks, overridden
 from lockstep.engine.hooks.show import call_show
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
-from lockstep.engine.start_check.metrics import check_metrics
 from lockstep.parallel.compiled.compiler import compiler_among
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.run_folder.names import ASSETS
@@ -49,7 +49,7 @@ class Training:
         check_attributes(task)
         self.task = task
 
-        # Make the hooks first: which ones exist determines what a step must compute.
+        # Make the hooks first: a step computes more if some exist.
         own_callbacks = task.callbacks() if hasattr(task, "callbacks") else ()
         callbacks = [*own_callbacks, *builder.callbacks]
         builder.use_hooks(Hooks(BuiltRunView(builder), task, callbacks))
@@ -82,18 +82,18 @@ class Training:
         """Repeat the evaluation during which the run was preempted, if there is one."""
         is_due, self.run.requests.evaluation_due = self.run.requests.evaluation_due, False
         if is_due and self._eval_sets:
-            self._evaluate()
+            self.run.evaluate(self._eval_sets, may_preempt=True)
             self.run.save_if_agreed()
 
     def step(self, batches: StepBatches) -> None:
-        """Train one global step, and do what is due after it."""
+        """Train one global step; evaluate, log and save if that is due."""
         run = self.run
         result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)
 
         # Before the save, so that the checkpoint holds its result.
         if self._eval_sets and run.evaluations.are_due(run.steps_done):
-            self._evaluate()
+            run.evaluate(self._eval_sets, may_preempt=True)
 
         run.maintain()
 
@@ -107,21 +107,18 @@ class Training:
 
         # The last evaluation may be the best one, and decides then which weights are written.
         if evaluates and config.checkpoint.best:
-            self._evaluate()
+            run.evaluate(self._eval_sets, may_preempt=True)
 
         # This saves the weights. It comes first, so that an error in the evaluation or in `show` cannot lose them.
         end_training(run)
         if evaluates and not config.checkpoint.best:
-            self._evaluate()
+            run.evaluate(self._eval_sets, may_preempt=True)
 
         # On all ranks, even if only rank 0 calls `show`: changing the weights may be collective.
         with run.trained_model.evaluation_weights():
             text = call_show(self.task, run)
 
         return close(run, text)
-
-    def _evaluate(self) -> None:
-        self.run.evaluate(self._eval_sets, may_preempt=True)
 
 
 def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> None:

@@ -39,9 +39,10 @@ class Outcome:
     word: ControlWord  # summed over all ranks
     grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
 
+    # Derived from these.
     finite: bool = field(init=False)  # whether `grad_norm` is finite
     mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
-    applied: bool = field(init=False)  # the step is applied; `skip_on_device` computes the opposite on the device
+    applied: bool = field(init=False)  # whether the step is applied; `skip_on_device` computes the opposite
 
     def __post_init__(self) -> None:
         word = self.word
@@ -49,7 +50,7 @@ class Outcome:
         self.mean_loss = float(word.loss) / float(word.weight) if word.weight else 0.0
 
         # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
-        # A negative weight, which `Outcomes.check` refuses, would turn the descent into an ascent.
+        # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
         self.applied = self.finite and float(word.weight) > 0 and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
@@ -94,8 +95,11 @@ class SkippedStep(NamedTuple):
     span: tuple[int, int] | None  # positions [start, stop) of its samples, if the source has positions
 
 
-class Outcomes:
-    """Counts outcomes and reacts to skipped steps. All ranks get the same numbers and so make the same decisions."""
+class OutcomeHandler:
+    """Checks and counts the outcomes of all steps, and reacts to skipped ones.
+
+    All ranks get the same numbers, and so make the same decisions.
+    """
 
     def __init__(self, context: StepContext):
         self._config = context.config
@@ -108,46 +112,43 @@ class Outcomes:
 
         # Counts so far.
         self.skipped = 0
-        self.skips_in_a_row = 0  # not counting overflows of fp16 at a scale that can still be lowered
+        self._overflows = 0  # of the skipped steps: those that a lower loss scale of fp16 may prevent
+        self.skips_in_a_row = 0  # the other skipped steps since the last one that was applied
         self.empty_in_a_row = 0  # steps of weight 0
 
-        self.rewind_after: SkippedStep | None = None  # the run must rewind to its last checkpoint
-        self._overflows = 0  # skips because of a loss scale of fp16 that can still be lowered
+        self.rewind_after: SkippedStep | None = None  # set if the run must rewind to its last checkpoint
 
-    def conclude(self, outcome: Outcome) -> StepResult:
-        """Count a step that `check` has passed, react if it was skipped, and return its result."""
+    def handle(self, outcome: Outcome) -> StepResult:
+        """Count a step that `check` has passed, adapt the loss scale, and apply the policy if the step was skipped.
+
+        Return its result. Collective if the step was skipped.
+        """
         result = self._result(outcome)
-
-        # A step of weight 0 is legal, but many in a row deserve a warning.
         if result.weight == 0:
-            self.empty_in_a_row += 1
-            if self.empty_in_a_row == MANY_EMPTY:
-                reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
-                self._log_event("warning", step=result.step + 1, reason=reason)
-
+            self._count_empty(result)
             return result
 
-        # The loss scale follows every step that has a gradient.
         self.empty_in_a_row = 0
-        overflowed = self._update_scale(outcome)
+        if not result.applied:
+            self._handle_skip(outcome, result)
+            return result
 
-        if result.applied:
-            self.skips_in_a_row = 0
-            self.spikes.add(outcome.mean_loss)
-        else:
-            self._skip(outcome, result, overflowed)
+        self.skips_in_a_row = 0
+        self.spikes.add(outcome.mean_loss)
+        if self._scaler:
+            self._scaler.update(overflowed=False)
 
         return result
 
-    def conclude_measured(self, outcome: Outcome) -> StepResult:
+    def handle_measured(self, outcome: Outcome) -> StepResult:
         """Return the result of a pass without an update, which `check` has passed.
 
-        It counts neither as an applied step nor as one of weight 0, and spike detection ignores its loss.
-        A gradient that is not finite is treated as that of a skipped step.
+        It counts neither as an applied step nor as one of weight 0, and spike detection ignores its loss. If its
+        gradient is not finite, it is handled as a skipped step.
         """
         result = replace(self._result(outcome), applied=False)
         if result.skip_reason:
-            self._skip(outcome, result, self._update_scale(outcome))
+            self._handle_skip(outcome, result)
 
         return result
 
@@ -176,7 +177,7 @@ class Outcomes:
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the loss scale differs between ranks; on this rank it is {self._scaler.value}")
 
-        # Weights that a GPU computes are not checked one by one: see `StepProgress.record`.
+        # Weights on a GPU are not checked one by one, because the host would wait for each (`parallel/progress.py`).
         if float(word.weight) < 0:
             raise wrong_weight(float(word.weight))
 
@@ -214,24 +215,20 @@ class Outcomes:
             odd,
         )
 
-    def _update_scale(self, outcome: Outcome) -> bool:
-        """Adapt the loss scale of fp16. Return whether the step overflowed at a scale that can still be lowered."""
-        # A spike with a finite gradient does not change the loss scale.
-        if self._scaler is None or (outcome.finite and not outcome.applied):
-            return False
+    def _count_empty(self, result: StepResult) -> None:
+        """Count a step of weight 0. It is legal, but many in a row cause a warning."""
+        self.empty_in_a_row += 1
+        if self.empty_in_a_row == MANY_EMPTY:
+            reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
+            self._log_event("warning", step=result.step + 1, reason=reason)
 
-        can_be_lowered = self._scaler.value > self._scaler.config.minimum
-        self._scaler.update(overflowed=not outcome.applied)
-        return can_be_lowered and not outcome.applied
-
-    def _skip(self, outcome: Outcome, result: StepResult, overflowed: bool) -> None:
-        """Log a skipped step and apply the policy. Collective: every rank must call it."""
+    def _handle_skip(self, outcome: Outcome, result: StepResult) -> None:
+        """Log a skipped step, adapt the loss scale, and apply the policy. Collective: every rank must call it."""
         self.skipped += 1
-        reason = self._log_skip(outcome, result)
+        reason = self._log_skip(outcome, result)  # first: it logs the loss scale with which the step was computed
 
-        # An overflow of fp16 is not a failure: this is how the scaler finds its value. One of several that
-        # `scaler.hysteresis` allows does not lower the scale yet.
-        if overflowed:
+        # An overflow of fp16 is not a failure: this is how the scaler finds its value.
+        if self._handle_overflow(outcome):
             self._overflows += 1
             return
 
@@ -253,6 +250,19 @@ class Outcomes:
 
         if policy == "rewind":
             self.rewind_after = SkippedStep(result, outcome.progress.batches.span)
+
+    def _handle_overflow(self, outcome: Outcome) -> bool:
+        """Lower the loss scale of fp16 if the gradient is not finite. Return whether the scale explains the skip.
+
+        It does as long as it can be lowered. The scaler may wait for a few more overflows (`scaler.hysteresis`).
+        """
+        # The skip of a loss spike, whose gradient is finite, says nothing about the scale.
+        if self._scaler is None or outcome.finite:
+            return False
+
+        can_be_lowered = self._scaler.value > self._scaler.config.minimum
+        self._scaler.update(overflowed=True)
+        return can_be_lowered
 
     def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
         """Log the skip with its reason and the samples to blame, and return both as text. Collective."""

@@ -183,7 +183,7 @@ class OwnRun(BuiltRunView):
         self._check_passes(passes)
         self._check_first_call()
 
-        # Make the hooks first: which ones exist determines what a step must compute.
+        # Make the hooks first: a step computes more if some exist.
         self._builder.use_hooks(Hooks(self, callbacks=self._builder.callbacks))
         self._run = run = self._builder.setup_run(dataset, collate)
         run.hooks.before_training()

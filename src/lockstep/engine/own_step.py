@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.checks.guards import GradientGuard
+from lockstep.engine.checks.start import check_own_loop, snapshot_for_own_loop
 from lockstep.engine.run import Run
-from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import LET_THROUGH

@@ -18,7 +18,7 @@ from lockstep.task import StepResult
 
 @dataclass(eq=False)
 class Requests:
-    """The requests of this rank, and those that all ranks have agreed on and not carried out yet."""
+    """The requests of this rank, and the requests that all ranks have agreed on and not carried out yet."""
 
     stepper: Stepper
     checkpoints: CheckpointManager
@@ -45,13 +45,13 @@ class Requests:
         return self.stop_agreed or self.preempt_agreed
 
     def accept(self, result: StepResult | None) -> None:
-        """Record what any rank requested with the flags of a step's control word."""
+        """Record the requests of any rank, which the flags of a step's control word carry."""
         if result is None:
             return
 
         flags = result.flags
 
-        # Above 0: some rank has set the flag. What was agreed on before stays.
+        # Above 0: some rank has set the flag. Earlier agreements stay.
         self.stop_agreed |= flags.stop > 0
         self.preempt_agreed |= flags.preempt > 0
         self.save_agreed |= flags.save > 0

@@ -24,6 +24,7 @@ from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
+from lockstep.engine.checks.start import as_checked
 from lockstep.engine.clock import RunClock
 from lockstep.engine.end import end_preempted
 from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hooks
@@ -33,8 +34,6 @@ from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.log.step_log import StepLog
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.requests import Requests
-from lockstep.engine.start_check import check as start_check
-from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError, plural
@@ -43,6 +42,8 @@ from lockstep.observe.run_folder import RunFolder
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
+from lockstep.start_check import check as start_check
+from lockstep.start_check.data import take_and_compare
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 
@@ -102,7 +103,7 @@ class Run:
         if self.steps_done > 0:
             return  # a resumed run was checked at its start
 
-        cause = start_check.find_cause(self, task)
+        cause = start_check.find_cause(as_checked(self, task), task)
         if cause:
             raise start_check.error_for(cause, self.config)
 
@@ -113,7 +114,7 @@ class Run:
 
         Iterating over them measures the wait for data and calls the hooks `before_batch`.
         """
-        self.stepper.interval.restart_clock()
+        self.log.interval.restart_clock()
         self.trained_model.guard.late_hooks.check()
         is_first = True
         follows_batches = bool(self.hooks.named("before_batch"))
@@ -152,7 +153,7 @@ class Run:
             raise _no_micro_batch(count, self.steps_done)
 
         iterator = iter(batches)
-        parts = self.driver.parts
+        parts, interval = self.driver.parts, self.log.interval
         for done in range(count):
             self.runtime.heartbeat.beat("data", self.steps_done)
             for part in parts:
@@ -164,8 +165,8 @@ class Run:
             if micro is None:
                 raise _wrong_count(count, str(done))
 
-            self.stepper.interval.data_wait_s += time.perf_counter() - began
-            self.stepper.interval.micro_batches += 1
+            interval.data_wait_s += time.perf_counter() - began
+            interval.micro_batches += 1
 
             # From now on a signal takes effect after the step, with a save.
             self.runtime.notice.waits = True
@@ -221,7 +222,7 @@ class Run:
         return result
 
     def _request_what_is_due(self) -> None:
-        """Put what is due by this rank's clock, and a failed save, into the next control word."""
+        """Put requests that this rank's clock makes due, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
         save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
@@ -264,8 +265,8 @@ class Run:
             self.recorder.poll(wait=True)
 
         # After a rewind there is nothing to check or to save: the state was just loaded from a checkpoint.
-        if self.stepper.outcomes.rewind_after:
-            self._rewind(self.stepper.outcomes.rewind_after)
+        if self.stepper.outcome_handler.rewind_after:
+            self._rewind(self.stepper.outcome_handler.rewind_after)
         else:
             self._check_and_save(steps_done, save_due)
 
@@ -292,9 +293,9 @@ class Run:
 
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
-        self.stepper.outcomes.rewind_after = None
+        self.stepper.outcome_handler.rewind_after = None
         self.checkpoints.rewinder.rewind(skipped.result, skipped.span)
-        self.stepper.interval.restart_clock()
+        self.log.interval.restart_clock()
 
     def check_replicas(self) -> None:
         """Check that all ranks hold the same parameters, if they should. Collective."""
@@ -312,7 +313,7 @@ class Run:
         self.requests.saved()
         self.runtime.notice.saved()
 
-        self.stepper.interval.exclude(time.perf_counter() - began)  # the time of a save is not that of a step
+        self.log.interval.exclude(time.perf_counter() - began)  # a step does not include the time of a save
 
     def save_if_agreed(self) -> None:
         """Save if the evaluation that a resumed run repeats has asked for it, and this step is not saved here yet."""
@@ -337,15 +338,26 @@ class Run:
     # ---- an evaluation ----
 
     def evaluate(self, sets: Sequence[EvaluationSet], may_preempt: bool = False) -> list[Evaluation]:
-        """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
+        """Evaluate the model on each of `sets`, every sample once, log the results, and act on them.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
         With `ema.decay` the averages of the weights are evaluated. Collective.
         """
         self.log.write_if_due()
         began = time.perf_counter()
-        evaluations = self._evaluate_all(sets, may_preempt)
-        self.stepper.interval.exclude(time.perf_counter() - began)  # the time of an evaluation is not that of a step
+        trained = self.trained_model
+
+        # Not the micro-batch of the plan: the results must not depend on the number of ranks.
+        batch = evaluation_batch(self.config, self.plan.global_batch)
+        with (
+            self.reading_here(),
+            trained.evaluation_weights(),
+            trained.averaged_weights(),
+            self.gathering.whole_batches(),
+        ):
+            evaluations = trained.evaluator.evaluate(sets, batch, self.steps_done, may_preempt)
+
+        self.log.interval.exclude(time.perf_counter() - began)  # a step does not include the time of an evaluation
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluations is None:
@@ -361,18 +373,6 @@ class Run:
                 self.hooks.after_eval(results_for_hooks(sets, evaluations))
 
         return evaluations
-
-    def _evaluate_all(self, sets: Sequence[EvaluationSet], may_preempt: bool) -> list[Evaluation] | None:
-        """Return the evaluations of all sets, or None if a preemption interrupted one of them."""
-        trained = self.trained_model
-
-        # Not the micro-batch of the plan: the results must not depend on the number of ranks.
-        batch = evaluation_batch(self.config, self.plan.global_batch)
-        steps_done = self.steps_done
-
-        here = self.reading_here()
-        with here, trained.evaluation_weights(), trained.averaged_weights(), self.gathering.whole_batches():
-            return trained.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
 
 
 def _wrong_count(count: int, given: str) -> UserError:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
-from lockstep.observe.metrics import ExactSums, Interval, Sums
+from lockstep.engine.outcome import Outcome, OutcomeHandler, skip_on_device
+from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
@@ -38,7 +38,7 @@ from lockstep.task import StepBatches, StepResult
 @dataclass
 class Counters:
     steps_done: int = 0  # applied or skipped; `apply` counts a step before it updates
-    steps_applied: int = 0  # without those that were skipped; the learning-rate schedule follows this count
+    steps_applied: int = 0  # skipped steps do not count here; the learning-rate schedule follows this count
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,25 @@ class Stepper:
         driver: Driver,
         optimizers: Optimizers,
         learning_rate: LearningRate,
+        interval: Interval,
         trained_parameters: TrainedParameters | None = None,
     ):
-        """`trained_parameters` says which ones each step trains, if a hook delays some."""
+        """`interval` belongs to the log: the step adds its losses and counts its skips there.
+
+        `trained_parameters` says which ones each step trains, if a hook delays some.
+        """
         # Fixed for the run.
         self.context = context
         self.driver = driver
         self.learning_rate = learning_rate
 
         self.scaler = context.scaler
-        self.outcomes = Outcomes(context)
+        self.outcome_handler = OutcomeHandler(context)
 
         self.update = Update(
             optimizers, context.config.clip, driver.role.replicated, driver.norms, context.runtime.device
         )
+        self._interval = interval
         self._trained_parameters = trained_parameters
 
         # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
@@ -83,9 +88,10 @@ class Stepper:
         self.reads_outcome_late = context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
 
         # Changed by every step.
-        self.progress = StepProgress(context, StepBatches(0, (), 0), 0)  # of the current step; empty before the first
+        self.progress = StepProgress(
+            context, StepBatches(0, (), 0), 0
+        )  # the progress of the current step; empty before the first
         self.counters = Counters()
-        self.interval = Interval(self._new_sums())  # since the last log line
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
 
@@ -127,7 +133,7 @@ class Stepper:
         # Only the last pass over the batches ends the step.
         self.counters.steps_done += progress.ends_step
 
-        # The norm of all norms is that of the whole gradient, shape (). The sum is not divided by its weight yet.
+        # The norm of all norms is the norm of the whole gradient, shape (). The sum is not divided by its weight yet.
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
             return self._apply_late(progress, reduced, norm)
@@ -146,12 +152,12 @@ class Stepper:
 
         # No limit: a pass that applies nothing cannot be skipped as a spike.
         outcome = Outcome(progress, reduced, math.inf, word, grad_norm)
-        self.outcomes.check(outcome)
+        self.outcome_handler.check(outcome)
 
         # In place, because the user reads `p.grad` until the next pass.
         self.update.multiply(reduced.parameters, to_mean)
-        result = self.outcomes.conclude_measured(outcome)
-        self.interval.skipped += result.skip_reason is not None
+        result = self.outcome_handler.handle_measured(outcome)
+        self._interval.skipped += result.skip_reason is not None
         return result
 
     def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult:
@@ -160,8 +166,8 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
 
         # All ranks have the same numbers here, so they agree without another collective.
-        outcome = Outcome(progress, reduced, self.outcomes.spikes.limit(), word, grad_norm)
-        self.outcomes.check(outcome)
+        outcome = Outcome(progress, reduced, self.outcome_handler.spikes.limit(), word, grad_norm)
+        self.outcome_handler.check(outcome)
         progress.skipped = not outcome.applied
         if outcome.applied:
             self.update.step(reduced.parameters, factor, progress.update_count, progress.optimizer_indices)
@@ -175,7 +181,7 @@ class Stepper:
         weight = reduced.codec.weight(reduced.packed_word)
         grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
-        loss_limit = self.outcomes.spikes.limit()
+        loss_limit = self.outcome_handler.spikes.limit()
         progress.skipped = skip = skip_on_device(reduced, grad_norm, weight, loss_limit)
 
         # `factor` and `skip` are tensors of shape (): the host only launches kernels, and knows neither value.
@@ -213,7 +219,7 @@ class Stepper:
             self._uncount_update(pending.progress)
 
         # The device has decided about the update long ago: this can only end the run.
-        self.outcomes.check(outcome)
+        self.outcome_handler.check(outcome)
         return self._conclude(outcome)
 
     def _wait_for_word(self, reduced: Reduced) -> tuple[ControlWord, float]:
@@ -237,10 +243,10 @@ class Stepper:
     def _conclude(self, outcome: Outcome) -> StepResult:
         """Count the step, also in the interval of the next log line, and react to a skip."""
         if outcome.applied:
-            self.interval.sums.add(outcome.progress.losses, outcome.progress.metrics)
+            self._interval.sums.add(outcome.progress.losses, outcome.progress.metrics)
 
-        result = self.outcomes.conclude(outcome)
-        self.interval.skipped += result.skip_reason is not None
+        result = self.outcome_handler.handle(outcome)
+        self._interval.skipped += result.skip_reason is not None
         return result
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
@@ -264,17 +270,12 @@ class Stepper:
         assert self._pending is None, "state_dict() before wait_for_outcome()"
         # The keys are part of the file format: `step` is the number of steps done.
         counters = {"step": self.counters.steps_done, "applied": self.counters.steps_applied}
-        return {"counters": counters, **self.outcomes.state_dict()}
+        return {"counters": counters, **self.outcome_handler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters = Counters(state["counters"]["step"], state["counters"]["applied"])
-        self.outcomes.load_state_dict(state)
+        self.outcome_handler.load_state_dict(state)
 
-        # The interval and a pending outcome belong to steps that this load undoes.
-        self.interval = Interval(self._new_sums())
-        self._pending = None
+        self._pending = None  # the outcome of a step that this load undoes
         self.learning_rate.remember_rates()  # loading replaced the parameter groups
         self.lr = self.learning_rate.at(self.counters.steps_applied)
-
-    def _new_sums(self) -> Sums:
-        return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()

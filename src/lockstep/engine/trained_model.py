@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,14 @@ class TrainedModel:
     average: WeightAverage | None = None  # with `ema.decay`
     initial: InitialWeights | None = None  # with `init_from`
 
-    def evaluation_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the weights that its optimizers evaluate and save."""
-        return self.optimizers.evaluation_weights(self.driver.reshard)
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Return a context in which the model has the weights to evaluate and save: some optimizers train others."""
+        self.optimizers.switch("eval", self.driver.reshard)
+        try:
+            yield
+        finally:
+            self.optimizers.switch("train", self.driver.reshard)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the averages, if there are any, are the model's weights."""

@@ -36,7 +36,7 @@ class ExportOptions:
 
     out: Path | None = None  # the folder to write
     assets: Path | None = None  # a folder with config.json and the tokenizer; None: the run's own
-    max_shard_size: str = "5GB"  # of a file of weights
+    max_shard_size: str = "5GB"  # the largest size of a file of weights
     merge: bool = False  # write adapters merged into their base model
     base: Path | None = None  # the folder of the base model, if it has moved
     overwrite: bool = False  # replace the folder if it exists
@@ -96,10 +96,10 @@ def _check_replaceable(out: Path, needed: list[Path | None]) -> None:
 
 @dataclass(frozen=True)
 class _Weights:
-    """What the checkpoint holds, and where the rest is."""
+    """The tensors of the checkpoint, and where the others are."""
 
     state: dict[str, Tensor]  # tied tensors under all of their names
-    digests: dict[str, str]  # of frozen parameters that it does not hold
+    digests: dict[str, str]  # digests of the frozen parameters that it does not hold
     assets: Path
     base: Path | None  # the folder that frozen parameters come from
     location: str
@@ -122,7 +122,7 @@ def _write_model(draft: Path, weights: _Weights, max_shard_size: str) -> str:
         model = _skeleton(weights.assets)
         _check_names(model, state, weights.location)
 
-    # from_pretrained opens a model in the dtype that its config names, so it must be that of the weights.
+    # from_pretrained opens a model in the dtype that its config names, so it must be the dtype of the weights.
     model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
     if (weights.assets / GENERATION).exists():
         model.generation_config = package("transformers").GenerationConfig.from_pretrained(weights.assets, **LOCAL)
@@ -157,7 +157,7 @@ def _class_name(assets: Path) -> str:
 
 
 def _check_names(model: nn.Module, state: Mapping[str, Tensor], location: str) -> None:
-    """Refuse weights that are not those of the model: a name too many, one too few, or another shape."""
+    """Refuse weights of another model: a name too many, one too few, or another shape."""
     expected = model.state_dict()
     missing = sorted(expected.keys() - state.keys())
     extra = sorted(state.keys() - expected.keys())

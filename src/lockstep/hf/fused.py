@@ -75,7 +75,7 @@ def _check_nothing_else(model: Any, head: nn.Linear) -> None:
     try:
         logits = model(tokens, use_cache=False, **more).logits
     except Exception as error:  # a model may raise anything
-        raise _refusal(model, f"a trial with two tokens ended in {type(error).__name__}: {error}") from None
+        raise _refusal(model, f"a probe with two tokens ended in {type(error).__name__}: {error}") from None
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,7 +16,7 @@ from lockstep.data.packing import packed_attention
 from lockstep.errors import UserError
 from lockstep.hf.local import package
 
-NAME = "lockstep_packed"  # of the attention, in transformers
+NAME = "lockstep_packed"  # the name of the attention, in transformers
 
 
 def attend_within_documents(model: Any) -> Any:
@@ -33,7 +33,7 @@ def attend_within_documents(model: Any) -> Any:
     if model.config._attn_implementation != NAME:
         raise _refusal(model, "its attention cannot be replaced: it does not use transformers' attention interface")
 
-    # A model without weights yet cannot be tried.
+    # A model without weights yet cannot be probed.
     if not any(parameter.is_meta for parameter in model.parameters()):
         _check_apart(model)
 
@@ -100,7 +100,7 @@ def _check_apart(model: Any) -> None:
         model.train(training)
 
     if (packed - alone).abs().max() > 1e-3 * alone.abs().max():
-        raise _refusal(model, "in a trial, its logits for a document changed with the document before it in the row")
+        raise _refusal(model, "in a probe, its logits for a document changed with the document before it in the row")
 
 
 def _refusal(model: nn.Module, why: str) -> UserError:

@@ -226,7 +226,7 @@ def _alike(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     implied = {"attention_mask": 1, "token_type_ids": 0} if "input_ids" in names else {}
     implied = {name: value for name, value in implied.items() if name in names or name == "attention_mask"}
 
-    # To leave out what only some samples have would change what is trained.
+    # To leave out a field that only some samples have would change the training.
     lacking = next((sample for sample in samples if names - set(sample) - implied.keys()), None)
     if lacking is not None:
         raise UserError(

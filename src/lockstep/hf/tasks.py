@@ -29,14 +29,14 @@ FEATURES = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "la
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options that every task here takes by name. Their defaults are those of `HuggingFaceTask`."""
+    """Options that every task here takes by name. `HuggingFaceTask` has their defaults."""
 
     text: str  # the name of the text in a row
     max_length: int | None  # longer texts are truncated to this many tokens
     lora: Any  # options of peft.LoraConfig, or another config of peft; only adapters are then trained and saved
     collator: Any  # a data collator of transformers; None pads on the right
     tokenizer: Any  # a folder or a tokenizer, if it is not in `path`
-    weight_decay: float  # of matrices
+    weight_decay: float  # for matrices only
 
 
 class HuggingFaceTask(Task):
@@ -396,7 +396,7 @@ class MaskedLM(HuggingFaceTask):
     """
 
     auto = "AutoModelForMaskedLM"
-    share = 0.15  # of the tokens
+    share = 0.15  # the share of tokens to predict
 
     def encoded(self, rows: Any, training: bool) -> Any:
         # Twice would be too much, and a collator draws other masks on other numbers of ranks.
@@ -492,7 +492,7 @@ class SequenceClassification(HuggingFaceTask):
         num_labels: int | None = None,
         **options: Unpack[CommonOptions],
     ):
-        """Keep the options. `label`: the name of the label in a row. `num_labels`: None keeps that of the config."""
+        """Keep the options. `label`: the name of the label in a row. `num_labels`: None keeps the config's."""
         super().__init__(path, data, eval_data, **options)
         self.label = label
         self.num_labels = num_labels

@@ -246,7 +246,7 @@ def _logits_of(weight: Tensor, float8: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows (N, C) in float8, and what each must be multiplied by, (N, 1) float32."""
+    """Return rows (N, C) in float8, and the factor (N, 1) of each in float32."""
     # A row of zeros, such as a word that fills up, has no largest element.
     scales = (rows.abs().amax(dim=1, keepdim=True).float() / FLOAT8_MAX).clamp_min(1e-12)
     return (rows.float() / scales).to(FLOAT8), scales

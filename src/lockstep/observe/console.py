@@ -103,7 +103,7 @@ class Display:
         self.total_steps = total_steps
         self.unit = unit
 
-        # The newest records, and what follows from them.
+        # The newest records, and the figures that follow from them.
         self.start_event: Record = {}
         self.last: Record = {}
         self.seconds_left: float | None = None

@@ -1,7 +1,8 @@
 """Sums and weights of the loss and the metrics since the last log line. They stay on the device until they are read.
 
 `ExactSums` rounds only the final result: every float is an integer multiple of 2^-1074, and a sum of integers does not
-depend on their order. The grid of `exact` for the control word (`engine/determinism.py`) would round metrics too much.
+depend on their order. The grid of `exact` for the control word (`on_grid` in `parallel/progress.py`) would round
+metrics too much.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lockstep.task import Loss, Number, Weight
 # How many losses are collected before they are added up: the hot path only appends to a list.
 FOLD_AT = 128
 
-# What the loss is called in log lines, and where settings name it. No metric may have these names.
+# The names of the loss in log lines and in settings. No metric may have them.
 LOSS_NAMES = ("loss", "eval_loss")
 
 SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
@@ -42,6 +43,12 @@ class Sums:
         self._losses: list[tuple[Number, Weight]] = []
         self._metrics: list[Term] = []
         self._folded: dict[str, tuple[Number, Weight]] = {}
+
+    def clear(self) -> None:
+        """Drop everything that was added."""
+        self._losses = []
+        self._metrics = []
+        self._folded = {}
 
     def add(self, losses: list[tuple[Number, Weight]], metrics: list[Term]) -> None:
         """Add the (sum, weight) of each micro-batch of a step, and its metrics, without waiting for the device."""
@@ -125,6 +132,10 @@ class ExactSums(Sums):
         self._collectives = collectives
         self._exact: dict[str, list[Exact]] = {}  # name -> [sum, weight]
 
+    def clear(self) -> None:
+        super().clear()
+        self._exact = {}
+
     def take(self, names: list[str], device: torch.device) -> Tensor:
         """Return the global sums on rank 0 and 0 on all others, so that one more all-reduce changes nothing."""
         totals = self.take_global(names, self._collectives)
@@ -179,46 +190,63 @@ class ExactSums(Sums):
         self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
 
 
-@dataclass
 class Interval:
-    """The steps since the last line of metrics, which the next line covers, as this rank sees them."""
+    """The time since the last line of metrics, with the sums and counts that the next line reports, on this rank.
 
-    sums: Sums  # of the losses and metrics of applied steps
-    late: int = 0  # earlier steps whose losses arrive in this interval: 0, or 1 on a GPU
+    One object serves all lines of a run. The loop counts steps and samples in it, and the step adds its losses.
 
-    # Counts.
-    steps: int = 0
-    samples: int = 0  # of all ranks
-    skipped: int = 0  # skipped steps
-    micro_batches: int = 0  # of this rank, which has waited for their data
-    carried_weight: float = 0.0  # the part of the loss's weight from before a resume, which took none of the time
+    On a GPU the host learns the outcome of a step one step late. A line then lacks the losses of its last step, which
+    the next line has instead.
+    """
 
-    # Times.
-    began: float = field(default_factory=time.perf_counter)  # `exclude` moves it on
-    seconds: float = 0.0  # set by `end`
-    data_wait_s: float = 0.0
+    def __init__(self, sums: Sums) -> None:
+        self.sums = sums  # sums of the losses and metrics of applied steps
+        self._begin(time.perf_counter())
 
-    summed: int = 0  # steps in the sums, set by `end`: on a GPU they lag one step behind, except in the last line
+    def _begin(self, now: float, late_steps: int = 0) -> None:
+        """Begin to count anew. The sums will get the losses of `late_steps` steps of the interval before."""
+        self._began = now  # `exclude` moves it on
+        self._late_steps = late_steps
+        self._weight_before_resume = 0.0
+
+        self.steps = 0
+        self.samples = 0  # samples of all ranks
+        self.skipped = 0  # skipped steps
+        self.micro_batches = 0  # micro-batches of this rank
+        self.data_wait_s = 0.0
+
+    def restart(self) -> None:
+        """Drop all sums and counts: a rewind undoes the steps that they come from."""
+        self.sums.clear()
+        self._begin(time.perf_counter())
 
     def restart_clock(self) -> None:
         """Count the time from here on: what came before was no training."""
-        self.began = time.perf_counter()
+        self._began = time.perf_counter()
         self.data_wait_s = 0.0
         self.micro_batches = 0
 
     def exclude(self, seconds: float) -> None:
         """Exclude time that was spent on something other than training."""
-        self.began += seconds
+        self._began += seconds
 
-    def end(self, unread: int) -> None:
-        """End the interval. `unread` steps of it are not in its sums yet, because their outcome is on the device."""
-        self.seconds = time.perf_counter() - self.began
-        self.summed = self.steps + self.late - unread
+    def end(self, unread: int) -> EndedInterval:
+        """End the interval, whose sums were taken, and begin the next one. Return the counts for the line.
 
-    def following(self, unread: int) -> Interval:
-        """Return the next interval, which begins where this one has ended."""
-        # The sums are empty, but for names that only this rank knows.
-        return Interval(self.sums, late=unread, began=self.began + self.seconds)
+        The losses of the last `unread` steps are not in the sums yet, because their outcome is on the device.
+        """
+        now = time.perf_counter()
+        ended = EndedInterval(
+            steps=self.steps,
+            steps_in_sums=self.steps + self._late_steps - unread,
+            samples=self.samples,
+            skipped=self.skipped,
+            seconds=now - self._began,
+            data_wait_s=self.data_wait_s,
+            weight_before_resume=self._weight_before_resume,
+        )
+        self._begin(now, late_steps=unread)
+        return ended
 
     # ---- checkpoints ----
 
@@ -240,7 +268,24 @@ class Interval:
 
         # `totals` holds the sum and the weight of each name in turn.
         weight = state["totals"][2 * state["names"].index("loss") + 1]
-        self.carried_weight = from_exact(exact_from_text(weight))
+        self._weight_before_resume = from_exact(exact_from_text(weight))
+
+
+@dataclass(frozen=True)
+class EndedInterval:
+    """The counts and times of an interval that has ended."""
+
+    steps: int
+    steps_in_sums: int  # whose losses the line has
+    samples: int
+    skipped: int
+    seconds: float
+    data_wait_s: float
+    weight_before_resume: float = 0.0  # a part of the loss's weight that took none of these seconds
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
 
 
 def check_metric_name(name: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.observe import stragglers
 from lockstep.observe.console import Display, fact_lines, open_display
-from lockstep.observe.metrics import Interval, Sums, exact_from_text, from_exact, quotients
+from lockstep.observe.metrics import EndedInterval, Interval, Sums, exact_from_text, from_exact, quotients
 from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.run_folder.names import LOGS
 from lockstep.runtime.context import Runtime
@@ -70,7 +70,7 @@ class Recorder:
             self._displays.append(open_display(mode, steps, unit, sys.stdout))
 
         for display in self._displays:
-            # What all ranks have in common is shown once.
+            # Facts that all ranks have in common are shown once.
             if self.runtime.is_main:
                 display.start(start)
                 for name, fact in start.get("facts", {}).items():
@@ -87,9 +87,9 @@ class Recorder:
     def end_interval(self, interval: Interval, unread: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
         """End an interval: reduce its sums over ranks, and write its line once they have arrived. Collective.
 
-        unread: its steps whose losses are not in its sums yet
-        names: of the metrics of the line, the same on all ranks
-        numbers: those of the line that are equal on all ranks: step, learning rate, norm, epoch, loss scale
+        unread: the number of its steps whose losses are not in its sums yet
+        names: the metrics of the line, the same on all ranks
+        numbers: the numbers that are equal on all ranks: step, learning rate, norm, epoch, loss scale
         """
         # One all-reduce carries both the sums and the times of all ranks.
         names = list(names)
@@ -97,27 +97,27 @@ class Recorder:
             torch.cat([interval.sums.take(names, self.runtime.device), self._times(interval)])
         )
 
-        interval.end(unread)
-        known = self._known_numbers(interval, numbers)
+        ended = interval.end(unread)
+        known = self._known_numbers(ended, numbers)
 
         # The other ranks were needed for the all-reduce, but have no line to write.
         if self._jsonl is not None:
-            self._queue_line(names, packed, interval, known)
+            self._queue_line(names, packed, ended, known)
             self.poll()
 
-    def _known_numbers(self, interval: Interval, numbers: dict[str, Any]) -> dict[str, Any]:
+    def _known_numbers(self, ended: EndedInterval, numbers: dict[str, Any]) -> dict[str, Any]:
         """Return the numbers of a line that the host knows when the interval ends. Time and memory are this rank's."""
         return {
             "time": time.time(),
             **numbers,
             "memory_mb": self._memory_bytes() / 2**20,
-            "step_s": interval.seconds / interval.steps,
-            "data_wait_s": interval.data_wait_s / interval.steps,
-            "samples": interval.samples,
-            "samples_per_s": interval.samples / interval.seconds,
+            "step_s": ended.step_s,
+            "data_wait_s": ended.data_wait_s / ended.steps,
+            "samples": ended.samples,
+            "samples_per_s": ended.samples / ended.seconds,
         }
 
-    def _queue_line(self, names: list[str], packed: torch.Tensor, interval: Interval, known: dict[str, Any]) -> None:
+    def _queue_line(self, names: list[str], packed: torch.Tensor, ended: EndedInterval, known: dict[str, Any]) -> None:
         """Copy the reduced sums to the host, where `poll` makes the line of them."""
         # Training continues during the copy, and the next interval may end before this line is written.
         host = packed.to("cpu", non_blocking=True)
@@ -125,7 +125,7 @@ class Recorder:
         def make_line() -> dict[str, Any]:
             values = host.tolist()
             self._report_waiting(values[2 * len(names) :], known["step"])
-            return _metrics_line(names, values, interval, known)
+            return _metrics_line(names, values, ended, known)
 
         self._pending.append((_arrival(packed), make_line))
 
@@ -257,7 +257,7 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
     return event.query
 
 
-def _metrics_line(names: list[str], packed: list[float], interval: Interval, known: dict[str, Any]) -> dict[str, Any]:
+def _metrics_line(names: list[str], packed: list[float], ended: EndedInterval, known: dict[str, Any]) -> dict[str, Any]:
     """Return a line of metrics, with the numbers that were `known` when the interval ended.
 
     `packed` holds (sum, weight) of every name, followed by the figures of the ranks.
@@ -267,9 +267,9 @@ def _metrics_line(names: list[str], packed: list[float], interval: Interval, kno
 
     # With no weight, the loss is NaN if steps were skipped, so that the skip is visible. Otherwise it is None: all
     # steps had weight 0, or none is known yet (a GPU's results come a step late).
-    loss = means.pop("loss", math.nan if interval.skipped else None)
+    loss = means.pop("loss", math.nan if ended.skipped else None)
 
-    # The weight may be that of one step more or less than the interval has, so it is divided by as many steps' time.
-    step_s = interval.seconds / interval.steps
-    rate = (weight - interval.carried_weight) / (interval.summed * step_s) if interval.summed else None
+    # The sums may have one step more or less than the interval, so the weight is divided by the time of their steps.
+    seconds = ended.steps_in_sums * ended.step_s
+    rate = (weight - ended.weight_before_resume) / seconds if seconds else None
     return {"loss": loss, **known, "weight": weight, "weight_per_s": rate, "metrics": means}

@@ -34,7 +34,7 @@ from lockstep.observe.formats import (
     rate,
     rate_key,
 )
-from lockstep.observe.profile.merge import mean_kinds, warnings
+from lockstep.observe.profile.merge import mean_kinds, mean_over_ranks, warnings
 from lockstep.observe.sinks import read_jsonl
 from lockstep.run_folder.names import CONFIG, EVENTS, METRICS, PLAN, PROFILE, REPORT, SOURCES, SUMMARY
 from lockstep.run_folder.run_dir import read_mapping
@@ -46,7 +46,7 @@ MAX_EVENTS = 400
 MAX_METRICS = 8
 
 # The style of events that are bad news.
-# What the table of events leaves out: it has columns for some, and others only decide what the launcher does.
+# Fields that the table of events leaves out: some have a column, and others only matter to the launcher.
 NOT_IN_TABLE = ("time", "event", "step", "facts", "traceback", "for_user", "follows_lost_peer", "origin", "cause")
 
 TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
@@ -77,7 +77,7 @@ class RunRecord:
     sources: Record
     plan: Record
     summary: Record
-    profile: Record  # with --profile: the breakdowns of all ranks
+    profile: Record  # the breakdowns of all ranks, with --profile
     notes: dict[str, str]  # file -> why it could not be read
 
     @cached_property
@@ -405,25 +405,21 @@ def profile_of(run: RunRecord) -> str:
 
     # The numbers that need no table.
     facts = [f"{run.profile.get('steps')} traced steps of {1e3 * step:.3f} ms"]
-    facts.append(f"{_average(ranks, 'overlap_fraction'):.0%} of the communication is hidden by computation")
+    facts.append(f"{mean_over_ranks(ranks, 'overlap_fraction'):.0%} of the communication is hidden by computation")
 
     if all(rank.get("mfu") for rank in ranks):
-        peak = _average(ranks, "peak_flops")
+        peak = mean_over_ranks(ranks, "peak_flops")
         facts.append(
-            f"MFU {_average(ranks, 'mfu'):.1%} of {compact(peak)} FLOP/s, measured with a large matrix product"
+            f"MFU {mean_over_ranks(ranks, 'mfu'):.1%} of {compact(peak)} FLOP/s, measured with a large matrix product"
         )
 
     if all(rank.get("busy") is not None for rank in ranks):
-        facts.append(f"the GPU is busy for {_average(ranks, 'busy'):.0%} of the time")
+        facts.append(f"the GPU is busy for {mean_over_ranks(ranks, 'busy'):.0%} of the time")
 
     heads = ("Part of a step", "ms", "Share", "ms, fastest to slowest rank")
     text = "; ".join(facts) + ". Open profile/trace.json.gz in ui.perfetto.dev or chrome://tracing for the timeline."
     alerts = "".join(f'<p class="reason bad">{escaped(reason)}</p>' for reason in warnings(ranks))
     return section("Where the time goes", f'<p class="note">{escaped(text)}</p>{alerts}{table(heads, rows)}')
-
-
-def _average(ranks: Sequence[Record], key: str) -> float:
-    return sum(rank[key] for rank in ranks) / len(ranks)
 
 
 # ---- text and tables ----

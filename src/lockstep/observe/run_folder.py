@@ -37,7 +37,7 @@ class RunFolder:
     lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: str | Path) -> str:
-        """Return a path as the user would write it; that of a file in this folder begins with `shown`."""
+        """Return a path as the user would write it; paths in this folder begin with `shown`."""
         path = Path(path)
         inside = path.is_relative_to(self.path)
         return str(Path(self.shown) / path.relative_to(self.path) if inside else path)
@@ -136,8 +136,8 @@ def _visibility_probe(folder: RunFolder) -> Path:
 
 
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
-    """Write what is known before the first step."""
-    # Each in one piece: after a kill, --resume reads what was typed for the run from these files.
+    """Write the settings and the plan, which are known before the first step."""
+    # Each in one piece: after a kill, --resume reads the settings of the run from these files.
     _replace(run_dir / CONFIG, to_yaml(resolved.config))
     _replace(run_dir / SOURCES, json.dumps(resolved.sources, indent=2))
     _replace(run_dir / PLAN, json.dumps(plan, indent=2))

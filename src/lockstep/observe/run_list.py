@@ -49,7 +49,7 @@ class RunFacts:
     state: State
     step: int | None  # steps that have ended
     steps: int | None  # steps of the whole run
-    loss: float | None  # of the last line of the metrics
+    loss: float | None  # the loss in the last line of the metrics
     best: float | None  # the best evaluation, by `best_metric`
     best_metric: str  # checkpoint.best, or else stop.metric or eval_loss
     best_step: int | None
@@ -181,7 +181,7 @@ def _whole(value: float | None) -> int | None:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """Return the settings of a run, or {} if those that `best_evaluation` reads have their defaults."""
+    """Return the settings of a run, or {} if `best_evaluation` needs only defaults."""
     # YAML takes 20 ms to read, for each of perhaps a thousand runs. Where a setting came from is in a JSON file.
     sources = _mapping(run / SOURCES)
     if all(sources.get(key) == "default" for key in ("checkpoint.best", "stop.patience")):

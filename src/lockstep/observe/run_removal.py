@@ -21,14 +21,14 @@ from lockstep.observe.sinks import SINKS
 from lockstep.run_folder.locks import hold_idle
 from lockstep.run_folder.names import CHECKPOINTS, LAUNCHER_LOCK, LOCK, WRITTEN
 
-# What `lockstep rm` deletes. Other names stay where they are, such as those of a user's sink, whose class is not
+# What `lockstep rm` deletes. Other files stay where they are, such as files of a user's sink, whose class is not
 # imported here.
 OURS = (*WRITTEN, *(pattern for sink in SINKS.values() for pattern in sink.files))
 
 
 @dataclass(frozen=True)
 class Removal:
-    """The files of one run that will be deleted, and those that stay because Lockstep did not write them."""
+    """The files of one run that will be deleted, and the files that stay because Lockstep did not write them."""
 
     run: Path
     delete: list[Path]

@@ -40,8 +40,8 @@ class MasterWeights:
         self.seed = seed
 
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self._masters: dict[int, nn.Parameter] = {}  # by the id of the parameter
-        self._parameters: dict[int, nn.Parameter] = {}  # by the id of the master
+        self._masters: dict[int, nn.Parameter] = {}  # the master of each parameter, by the parameter's id
+        self._parameters: dict[int, nn.Parameter] = {}  # the parameter of each master, by the master's id
 
         for optimizer in optimizers:
             for group in optimizer.param_groups:

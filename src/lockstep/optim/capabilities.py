@@ -1,4 +1,7 @@
-"""The abilities of an optimizer, by the traits of its class, by what that declares, and by its hooks."""
+"""What an optimizer can do, and which ones are refused.
+
+The traits of its class, the attributes that it sets for us, and its hooks tell.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.optim.registry import TRAITS, OptimizerTraits
+from lockstep.optim.unknown.probe import ProbeFailed, check_independent
 
 # A user-defined optimizer may set this attribute to True if it is correct on DTensors.
 DTENSOR_ATTRIBUTE = "works_on_shards"
@@ -24,7 +28,7 @@ HOOK_FIX = "clip gradients with clip.norm=1, and do in after_step(), or after st
 
 
 def check_kind(optimizer: Any) -> None:
-    """Refuse what is not an optimizer, and one that does not take one gradient per step."""
+    """Refuse an object that is no optimizer, and an optimizer that does not take one gradient per step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optimizer() must return an optimizer; it returned a {type(optimizer).__name__}",
@@ -41,6 +45,32 @@ def check_kind(optimizer: Any) -> None:
         )
 
 
+def check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
+    """Check that the optimizers hold every trainable parameter of the model, and nothing else.
+
+    The gradient of a parameter outside the model would never be all-reduced.
+    """
+    covered = {id(p) for p in parameters if p.requires_grad}
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+
+    outside = covered - trainable.keys()
+    if outside:
+        raise UserError(
+            f"the optimizer holds {len(outside)} trainable parameters that the model does not have",
+            "",
+            "make them part of the module that model() returns (a learned loss weight, a head, ...), and build the "
+            "optimizer from that very module",
+        )
+
+    forgotten = [name for key, name in trainable.items() if key not in covered]
+    if forgotten:
+        raise UserError(
+            f"{len(forgotten)} trainable parameters are in no optimizer, first {forgotten[0]!r}",
+            "they would never be updated",
+            "add them to an optimizer, or freeze them with requires_grad_(False)",
+        )
+
+
 def can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer needs no stand-ins: none of its parameters is sharded, or it supports DTensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -49,12 +79,12 @@ def can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_trusted(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs no trial: its traits say that it works on shards, or DTENSOR_ATTRIBUTE does."""
+    """Return whether an optimizer needs no probe: its traits say that it works on shards, or DTENSOR_ATTRIBUTE does."""
     return traits_of(optimizer).works_on_shards or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
 
 
 def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
-    """Return what is known about the class of this optimizer; nothing about one that is not in the table."""
+    """Return the traits of the optimizer's class, or empty traits if the table does not have it."""
     return TRAITS.get(_path_of(optimizer), OptimizerTraits())
 
 
@@ -68,7 +98,7 @@ def _path_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "post")) -> str | None:
-    """Return what registered the first hook on the step of this optimizer, such as one that clips; None if none."""
+    """Return the name of the first step hook's registration method, or None."""
     hooked = [kind for kind in kinds if vars(optimizer).get(f"_optimizer_step_{kind}_hooks")]
     return f"register_step_{hooked[0]}_hook" if hooked else None
 
@@ -76,7 +106,7 @@ def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "
 def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer must step full parameters. False: it updates every element independently.
 
-    No trial could prove that shards are enough: some optimizers treat only large matrices differently, or only after
+    No probe could prove that shards are enough: some optimizers treat only large matrices differently, or only after
     many steps. So only those get shards of which it is known (`OptimizerTraits.elementwise`).
     """
     # An optimizer that needs full parameters is stepped once for each, so a hook on its step would be called too often.
@@ -93,7 +123,7 @@ def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
     try:
         check_independent(optimizer)
-    except TrialFailed as reason:
+    except ProbeFailed as reason:
         fix = (
             "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
             f"{DTENSOR_ATTRIBUTE} = True in its class"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,23 @@ from lockstep.optim.capabilities import (
     HOOK_FIX,
     can_step_as_is,
     cannot_step,
+    check_coverage,
     check_kind,
     is_trusted,
     needs_full_parameters,
     step_hook,
     traits_of,
 )
-from lockstep.optim.foreign.stand_ins import step_with_stand_ins
-from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.optim.registry import OptimizerTraits
+from lockstep.optim.unknown.probe import ProbeFailed, check_independent
+from lockstep.optim.unknown.stand_ins import step_with_stand_ins
 from lockstep.runtime.shards import by_mesh, local
 
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
 
 TINY = 1e-6  # keeps the division by a norm of zero finite
-MIN_PARAMETER_NORM = 1e-3  # for adaptive clipping, so that parameters of zero can still change
+MIN_PARAMETER_NORM = 1e-3  # of adaptive clipping: parameters of zero can still change
 
 # Returns the norm of each full tensor, even if this rank holds only a shard of it.
 Norms = Callable[[list[Tensor]], list[Tensor]]
@@ -59,7 +60,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self._wait_for_copy: Callable[[], None] | None = None  # of the save that may still be copying
+        self._wait_for_copy: Callable[[], None] | None = None  # waits for a save that may still be copying
         self.optimizer_indices = range(len(optimizers.all))
 
         self._optimizers = optimizers
@@ -80,7 +81,7 @@ class Update:
         self._wait_for_copy = wait
 
     def wait_for_copy(self) -> None:
-        """Wait until a save has copied what it copies while training continues. Every update begins with this."""
+        """Wait until a save has copied the optimizers' state. Every update begins with this."""
         if self._wait_for_copy is not None:
             self._wait_for_copy()
             self._wait_for_copy = None
@@ -161,7 +162,7 @@ class Optimizers:
         for optimizer in self.all:
             check_kind(optimizer)
 
-        _check_coverage(self.parameters(), model)
+        check_coverage(self.parameters(), model)
 
         # The model's parameters, by optimizer and group. ZeRO-1 and master weights change `group["params"]` itself.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
@@ -183,7 +184,7 @@ class Optimizers:
         }
         self._updating = False
         self._hooks: list[Any] = []
-        self.group_line: str | None = None  # about the groups that `optim.groups` made, for the banner
+        self.group_banner: str | None = None  # about the groups that `optim.groups` made
 
         # Optimizers that train and evaluate with different weights (schedule-free).
         self._switching: list[Any] = [o for o in self.all if hasattr(o, "train") and hasattr(o, "eval")]
@@ -191,35 +192,19 @@ class Optimizers:
             optimizer.train()
 
     @property
-    def facts(self) -> dict[str, str]:
+    def banner(self) -> dict[str, str]:
         """The banner lines about optimizers that need full parameters, and about groups by name, if there are any."""
         names = [type(optimizer).__name__ for optimizer in self.all if self._stand_ins.get(id(optimizer))]
         how = "gathers one parameter after another, because its update needs full parameters"
-        facts = {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
-        return facts | ({"groups": self.group_line} if self.group_line else {})
+        lines = {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
+        return lines | ({"groups": self.group_banner} if self.group_banner else {})
 
-    @contextmanager
-    def evaluation_weights(self, before_change: Callable[[], None]) -> Iterator[None]:
-        """Give the model the weights to evaluate and to save for a while: a schedule-free optimizer has others.
+    def switch(self, mode: Literal["train", "eval"], before_change: Callable[[], None] = lambda: None) -> None:
+        """Give the model the weights to train with, or those to evaluate and save. Collective under ZeRO-1.
 
-        `before_change` drops full parameters gathered from shards. Collective under ZeRO-1.
+        They differ only with an optimizer such as a schedule-free one; otherwise this does nothing. `before_change`
+        drops full parameters that were gathered from shards.
         """
-        self.use_evaluation_weights(before_change)
-        try:
-            yield
-        finally:
-            self.use_training_weights(before_change)
-
-    def use_evaluation_weights(self, before_change: Callable[[], None] = lambda: None) -> None:
-        """Give the model the weights to evaluate. See `evaluation_weights`."""
-        self._switch("eval", before_change)
-
-    def use_training_weights(self, before_change: Callable[[], None] = lambda: None) -> None:
-        """Give the model the weights to train with, as after a checkpoint has given it those to evaluate."""
-        self._switch("train", before_change)
-
-    def _switch(self, mode: str, before_change: Callable[[], None]) -> None:
-        """Switch optimizers that keep two points, such as schedule-free ones, to training or to evaluation."""
         if self._switching:
             before_change()
             for optimizer in self._switching:
@@ -231,7 +216,7 @@ class Optimizers:
         """Refuse optimizers whose update of one parameter depends on others: `owner` steps only some of them."""
         for optimizer in self.all:
             # An optimizer without trainable parameters may update something that has no gradient.
-            has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            has_trainable = any(p.requires_grad for p in _parameters_of(optimizer))
             if has_trainable and (hook := step_hook(optimizer)):
                 reason = f"its hook on a step ({hook}) would see only these gradients, and no updates of other ranks"
                 raise cannot_step(
@@ -241,7 +226,7 @@ class Optimizers:
             if has_trainable and not is_trusted(optimizer):
                 try:
                     check_independent(optimizer)
-                except TrialFailed as reason:
+                except ProbeFailed as reason:
                     fix = (
                         "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
                         f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
@@ -393,29 +378,3 @@ def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.P
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
-    """Check that the optimizers hold every trainable parameter of the model, and nothing else.
-
-    The gradient of a parameter outside the model would never be all-reduced.
-    """
-    covered = {id(p) for p in parameters if p.requires_grad}
-    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-
-    foreign = covered - trainable.keys()
-    if foreign:
-        raise UserError(
-            f"the optimizer holds {len(foreign)} trainable parameters that the model does not have",
-            "",
-            "make them part of the module that model() returns (a learned loss weight, a head, ...), and build the "
-            "optimizer from that very module",
-        )
-
-    forgotten = [name for key, name in trainable.items() if key not in covered]
-    if forgotten:
-        raise UserError(
-            f"{len(forgotten)} trainable parameters are in no optimizer, first {forgotten[0]!r}",
-            "they would never be updated",
-            "add them to an optimizer, or freeze them with requires_grad_(False)",
-        )

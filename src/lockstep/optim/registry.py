@@ -32,11 +32,11 @@ class OptimizerTraits:
     divides: bool = False
     # Whether that kernel also skips correctly on the device (`found_inf`).
     skips: bool = False
-    # Whether it is correct on DTensors. Other optimizers get plain tensors instead (optim/foreign/stand_ins.py).
+    # Whether it is correct on DTensors. Other optimizers get plain tensors instead (optim/unknown/stand_ins.py).
     works_on_shards: bool = False
     # Whether it fails on DTensors, but updates every element independently: it can step the shards as plain tensors.
     elementwise: bool = False
-    # Whether each update has the same bits however parameters are sharded; asked of those that are built by name.
+    # Whether each update has the same bits however parameters are sharded. Only optimizers built by name are asked.
     exact: bool = False
     # Whether its state is per row of a parameter: tensor parallelism may shard rows.
     needs_full_rows: bool = False
@@ -75,7 +75,7 @@ TRAITS = {
 class OptimizerSpec:
     """The way in which a run builds an optimizer by name."""
 
-    path: str  # of its class, as in TRAITS
+    path: str  # the path of its class, as in TRAITS
     # Keys of the task's groups that it takes over. Other keys, such as the betas of another optimizer, are dropped.
     options: tuple[str, ...]
     about: str  # a description of its state, for the banner

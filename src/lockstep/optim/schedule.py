@@ -126,10 +126,10 @@ class LearningRate:
         raise NotImplementedError
 
     def set(self, steps_applied: int) -> Any:
-        """Set the rate of every group for the step after `steps_applied` ones, and return that of the first group."""
+        """Set the rate of every group for the step after `steps_applied` ones, and return the first group's."""
         raise NotImplementedError
 
-    def describe(self) -> str:
+    def banner(self) -> str:
         """Return a line for the banner."""
         raise NotImplementedError
 
@@ -243,5 +243,5 @@ class ScheduleRate(LearningRate):
             del points["warm-up end"]  # unknown: the function includes any warm-up
         return {name: self.at(steps) for name, steps in points.items()}
 
-    def describe(self) -> str:
+    def banner(self) -> str:
         return ", ".join(f"{name} {value:.3g}" for name, value in self.landmarks().items())

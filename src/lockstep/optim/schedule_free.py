@@ -44,7 +44,7 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         """Update all parameters that have a gradient. The model must hold y (`train()`)."""
         assert closure is None
         for group in self.param_groups:
-            # The square of the largest rate so far is the weight of a step: those of the warm-up weigh less.
+            # The square of the largest rate so far is the weight of a step, so steps of the warm-up weigh less.
             group["largest_lr"] = max(group["largest_lr"], float(group["lr"]))
             weight = group["largest_lr"] ** 2
 

@@ -132,7 +132,7 @@ class SchedulerRate(LearningRate):
         for entry in self._entries:
             vars(entry.scheduler).pop("step", None)
 
-    def describe(self) -> str:
+    def banner(self) -> str:
         names = " and ".join(dict.fromkeys(self._kinds()))
         return f"start {float(self.groups[0]['lr']):.3g}, then by {names}"
 
@@ -262,7 +262,7 @@ def _make_entry(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer])
 
 
 def _check_kind(scheduler: Any, alone: bool) -> None:
-    """Refuse what is not a scheduler, and a function together with other schedulers."""
+    """Refuse objects that are no scheduler, and a function together with other schedulers."""
     if not is_scheduler(scheduler):
         raise UserError(
             f"a {type(scheduler).__name__} is not a scheduler that Lockstep can step",

@@ -44,7 +44,7 @@ class WeightAverage:
         if skipped is True:
             return
 
-        # By dtype, because a factor on the device must have that of the tensors it multiplies.
+        # By dtype, because a factor on the device must have the dtype of the tensors that it multiplies.
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for average, p in zip(self.parameter_tensors.values(), self.parameters.values(), strict=True):
             averages, weights = by_dtype.setdefault(average.dtype, ([], []))

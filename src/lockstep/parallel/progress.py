@@ -184,7 +184,7 @@ class StepProgress:
         context = self._context
         assert context.scaler is not None
 
-        # All other ranks contribute 0, as do stages without a loss.
+        # All other ranks contribute 0, as do stages without a loss. A pipeline has not checked the weight before.
         is_first = micro.index == 0 and not micro.padding and context.reports_loss
         counts = [float(_checked_weight(weight)), float(micro.num_samples)] if is_first else [0.0, 0.0]
 
@@ -300,7 +300,8 @@ def _checked_weight(weight: Any) -> Weight:
             "return Loss(total, weight=len(batch)), or the number of tokens: mask.sum()",
         )
 
-    # A weight on the GPU is not checked here, because the host would wait for it. `Outcomes.check` looks at the sum.
+    # A weight on the GPU is not checked here, because the host would wait for it: `OutcomeHandler.check` looks at the
+    # sum.
     if not (is_tensor and weight.is_cuda) and not 0 <= float(weight) < math.inf:
         raise wrong_weight(weight)
 

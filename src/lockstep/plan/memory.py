@@ -1,4 +1,4 @@
-"""Counts what a rank holds in memory, from live tensors, and lists settings that would need less.
+"""Counts the bytes that a rank holds in memory, from live tensors, and lists settings that would need less.
 
 So it sees what is there, and not what a formula expects. The advice names settings that would need less, each with the
 part of memory that it changes.
@@ -72,7 +72,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def options(
     held: Footprint, config: RunConfig, world: int, micro_batch: int, blocks: int, on_host: bool = False
 ) -> list[Option]:
-    """Return settings that would need less memory, in the order of what they cost in speed.
+    """Return settings that would need less memory, those that cost the least speed first.
 
     `on_host`: the host's memory ran out, so there is nothing to offload to.
     """

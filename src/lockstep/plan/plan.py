@@ -26,7 +26,7 @@ class Plan:
     data_size: int  # data-parallel ranks, as in `RankRole`
     global_batch: int
     micro_batch: int
-    num_micro_batches: int  # of one full global step
+    num_micro_batches: int  # the micro-batches of one full global step
     accumulation: int  # the most micro-batches that a rank runs in a step
     steps: int
     steps_per_epoch: int | None  # None: a stream, whose length is not known

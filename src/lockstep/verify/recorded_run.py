@@ -26,9 +26,9 @@ from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import pack
 from lockstep.data.map_source import MapSource
+from lockstep.engine.checks.start import as_checked
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
-from lockstep.engine.start_check import check as start_check
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
@@ -38,6 +38,7 @@ from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.shards import full_tensor
 from lockstep.runtime.world import World
+from lockstep.start_check import check as start_check
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 
 SHORT = 16  # characters of a digest that are kept: enough to tell samples apart in a small record
@@ -155,7 +156,7 @@ class RecordedRun(Run):
         """Record what the check at the start of a run finds, once, instead of refusing it."""
         self._facts["accepted"] = start_check.accepted_causes(self.config)
         if self.orders["finds"]:
-            cause = start_check.find_cause(self, task)
+            cause = start_check.find_cause(as_checked(self, task), task)
             self._facts["found"] = cause and [cause.key, cause.evidence]
 
     def step_batches(self) -> Iterator[StepBatches]:

@@ -72,10 +72,10 @@ def test_a_sampler_and_a_collate_are_taken():
     assert isinstance(taken.data, Sampled)
     assert (taken.data.dataset, taken.data.sampler, taken.collate) == (DATA, sampler, own_collate)
     assert taken.settings == {"global_batch": 4}
-    assert taken.describe({"global_batch"}) == (
+    assert taken.banner({"global_batch"}) == (
         "taken: the dataset (TensorDataset), the sampler (WeightedRandomSampler), collate_fn, global_batch=4"
     )
-    assert taken.describe(set()).endswith("collate_fn; as the run has set it: global_batch")
+    assert taken.banner(set()).endswith("collate_fn; as the run has set it: global_batch")
 
 
 def test_two_collates_are_one_too_many():

@@ -11,8 +11,8 @@ from torch import nn
 
 import lockstep
 from lockstep.engine.run import Run
-from lockstep.engine.start_check.data import take_and_compare
 from lockstep.errors import UserError
+from lockstep.start_check.data import take_and_compare
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult, Task
 from lockstep.testing import fail_at
 

@@ -113,7 +113,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("data", [list(torch.ones(4, 3)), Stream("cpu")], ids=["dataset", "stream"])
 def test_on_a_cpu_no_batch_passes_the_transfer(data, monkeypatch):
-    for name in ("__call__", "ahead"):
+    for name in ("__call__", "prefetch"):
         monkeypatch.setattr(Transfer, name, None)
     source = open_source(data, torch.stack, source_options(4, 2))
     assert [micro.data.shape for micro in source.take()] == [(2, 3), (2, 3)]

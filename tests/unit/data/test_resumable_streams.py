@@ -411,9 +411,9 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 def test_the_banner_names_the_kind_of_resume() -> None:
     (source,) = Job(shards, 1, workers=2).sources
     assert isinstance(source, ResumableStreamSource)
-    assert source.about == "a stream in 4 virtual shards; a resumed run continues exactly"
-    assert "there are 6 readers" in (Job(shards, 3, workers=2).sources[0].about or "")
-    assert "read again" in (Job(Plain, 1, resume="reread").sources[0].about or "")
+    assert source.banner == "a stream in 4 virtual shards; a resumed run continues exactly"
+    assert "there are 6 readers" in (Job(shards, 3, workers=2).sources[0].banner or "")
+    assert "read again" in (Job(Plain, 1, resume="reread").sources[0].banner or "")
 
 
 # ---- states and errors that surprise ----

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lockstep.engine.run import Run
-from lockstep.engine.start_check.data import take_and_compare
 from lockstep.errors import UserError
+from lockstep.start_check.data import take_and_compare
 from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 
@@ -20,7 +20,7 @@ def test_a_source_that_gives_another_number_of_micro_batches_than_it_announced_i
     run: Any = SimpleNamespace(
         runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace()),
         steps_done=0,
-        stepper=SimpleNamespace(interval=SimpleNamespace(data_wait_s=0.0, micro_batches=0)),
+        log=SimpleNamespace(interval=SimpleNamespace(data_wait_s=0.0, micro_batches=0)),
         driver=SimpleNamespace(parts=[]),
     )
     batches: Any = ["first", "second"]

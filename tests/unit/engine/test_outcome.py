@@ -12,7 +12,7 @@ import torch
 
 import lockstep
 from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
-from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
+from lockstep.engine.outcome import Outcome, OutcomeHandler, skip_on_device
 from lockstep.errors import OutOfStep, UserError
 from lockstep.parallel import progress
 from lockstep.parallel.progress import StepContext
@@ -29,9 +29,9 @@ def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: C
     word = word or ControlWord(weight=4.0, step=summed)
     progress: Any = SimpleNamespace(step=step)
     outcome = Outcome(progress, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
-    outcomes = Outcomes(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4))
-    outcomes.check(outcome)
-    return outcomes.conclude(outcome)
+    handler = OutcomeHandler(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4))
+    handler.check(outcome)
+    return handler.handle(outcome)
 
 
 @pytest.mark.parametrize("step", [0, 1, 4095, 4096])
@@ -71,75 +71,84 @@ def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
 
 
 @pytest.fixture
-def fp16_outcomes() -> Outcomes:
-    return fp16_outcomes_with(ScalerConfig(interval=1))
+def fp16_handler() -> OutcomeHandler:
+    return fp16_handler_with(ScalerConfig(interval=1))
 
 
-def fp16_outcomes_with(scaler: ScalerConfig) -> Outcomes:
+def fp16_handler_with(scaler: ScalerConfig) -> OutcomeHandler:
     config = RunConfig(global_batch=4, steps=10, spike=SpikeConfig(policy="skip"), scaler=scaler, precision="fp16")
     collectives = SimpleNamespace(gather_json=lambda value: [value])
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), collectives=collectives)
-    return Outcomes(StepContext(config, runtime, PRECISIONS["fp16"], global_batch=4))
+    return OutcomeHandler(StepContext(config, runtime, PRECISIONS["fp16"], global_batch=4))
 
 
-def word_of(outcomes: Outcomes, weight: float) -> ControlWord:
-    scaler = outcomes._scaler
+def word_of(handler: OutcomeHandler, weight: float) -> ControlWord:
+    scaler = handler._scaler
     assert scaler is not None
     return ControlWord(weight=weight, step=step_mark(0), scale=math.log2(scaler.value), loss=3.0)
 
 
 @pytest.mark.parametrize("weight", [4.0, 0.0])
-def test_a_measured_pass_counts_for_nothing(fp16_outcomes: Outcomes, weight: float) -> None:
-    fp16_outcomes.skips_in_a_row = fp16_outcomes.empty_in_a_row = 1
-    before = fp16_outcomes.state_dict()
+def test_a_measured_pass_counts_for_nothing(fp16_handler: OutcomeHandler, weight: float) -> None:
+    fp16_handler.skips_in_a_row = fp16_handler.empty_in_a_row = 1
+    before = fp16_handler.state_dict()
 
     grad_norm = 1.0 if weight else math.nan
-    result = fp16_outcomes.conclude_measured(outcome_of(word_of(fp16_outcomes, weight), grad_norm))
+    result = fp16_handler.handle_measured(outcome_of(word_of(fp16_handler, weight), grad_norm))
 
     assert (result.applied, result.weight, result.skip_reason) == (False, weight, None)
-    assert fp16_outcomes.state_dict() == before
-    assert fp16_outcomes.empty_in_a_row == 1
+    assert fp16_handler.state_dict() == before
+    assert fp16_handler.empty_in_a_row == 1
 
 
-def test_a_measured_pass_that_overflows_lowers_the_loss_scale(fp16_outcomes: Outcomes) -> None:
-    scaler = fp16_outcomes._scaler
+def test_a_measured_pass_that_overflows_lowers_the_loss_scale(fp16_handler: OutcomeHandler) -> None:
+    scaler = fp16_handler._scaler
     assert scaler is not None
     scale = scaler.value
     for _ in range(scaler.config.hysteresis):
-        result = fp16_outcomes.conclude_measured(outcome_of(word_of(fp16_outcomes, 4.0), math.inf))
+        result = fp16_handler.handle_measured(outcome_of(word_of(fp16_handler, 4.0), math.inf))
     assert scaler.value < scale
     assert "no finite gradient" in (result.skip_reason or "")
 
 
+def test_a_skip_is_logged_with_the_loss_scale_of_its_step() -> None:
+    handler = fp16_handler_with(ScalerConfig(initial=1024.0))
+    logged: list[dict[str, Any]] = []
+    handler._log_event = lambda event, **fields: logged.append({"event": event, **fields})
+    for _ in range(2):
+        handler.handle(outcome_of(word_of(handler, 4.0), math.inf))
+    assert [(record["event"], record["scale"]) for record in logged] == [("skip", 1024.0), ("skip", 512.0)]
+
+
 def test_an_overflow_that_the_hysteresis_allows_is_no_failure() -> None:
-    outcomes = fp16_outcomes_with(ScalerConfig(initial=4.0, minimum=2.0, hysteresis=3))
+    handler = fp16_handler_with(ScalerConfig(initial=4.0, minimum=2.0, hysteresis=3))
     for expected in (4.0, 4.0, 2.0):
-        outcomes.conclude(outcome_of(word_of(outcomes, 4.0), math.inf))
-        assert outcomes._scaler is not None
-        assert (outcomes._scaler.value, outcomes.skips_in_a_row) == (expected, 0)
+        handler.handle(outcome_of(word_of(handler, 4.0), math.inf))
+        assert handler._scaler is not None
+        assert (handler._scaler.value, handler.skips_in_a_row) == (expected, 0)
 
     # The scale cannot be lowered any more, so from now on it is not to blame.
-    outcomes.conclude(outcome_of(word_of(outcomes, 4.0), math.inf))
-    assert outcomes.skips_in_a_row == 1
+    handler.handle(outcome_of(word_of(handler, 4.0), math.inf))
+    assert handler.skips_in_a_row == 1
 
 
-def test_a_resumed_run_still_knows_that_only_the_loss_scale_was_too_large(fp16_outcomes: Outcomes) -> None:
-    scaler = fp16_outcomes._scaler
+def test_a_resumed_run_still_knows_that_only_the_loss_scale_was_too_large(fp16_handler: OutcomeHandler) -> None:
+    scaler = fp16_handler._scaler
     assert scaler is not None
-    fp16_outcomes.conclude(outcome_of(word_of(fp16_outcomes, 4.0), math.inf))
-    state = fp16_outcomes.state_dict()
+    fp16_handler.handle(outcome_of(word_of(fp16_handler, 4.0), math.inf))
+    state = fp16_handler.state_dict()
 
     # A rewind loads the state into an object that has counted more since.
-    fp16_outcomes._overflows += 5
-    fp16_outcomes.load_state_dict(state)
+    fp16_handler._overflows += 5
+    fp16_handler.load_state_dict(state)
     with pytest.raises(UserError, match="1 overflowed: the loss scale of fp16 is still too large"):
-        fp16_outcomes.check_something_learned(steps=1, applied=0)
+        fp16_handler.check_something_learned(steps=1, applied=0)
 
     # An older checkpoint.
     del state["skips"]["scale_backoffs"]
-    fp16_outcomes.load_state_dict(state)
+    fp16_handler.load_state_dict(state)
     with pytest.raises(UserError, match="skipped for the reasons above"):
-        fp16_outcomes.check_something_learned(steps=1, applied=0)
+        fp16_handler.check_something_learned(steps=1, applied=0)
 
 
 def test_a_weight_that_is_not_finite_is_the_reason_for_a_skip() -> None:

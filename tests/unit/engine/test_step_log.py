@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from lockstep.engine.log.step_log import SampleLog, StepLog
-from lockstep.observe.metrics import Interval, Sums
+from lockstep.observe.metrics import EndedInterval, Interval, Sums
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.progress import MetricNames, StepProgress
 from lockstep.precision import PRECISIONS
@@ -21,11 +21,10 @@ class Lines:
     """In place of a recorder: keeps the intervals."""
 
     def __init__(self) -> None:
-        self.intervals: list[Interval] = []
+        self.intervals: list[EndedInterval] = []
 
     def end_interval(self, interval: Interval, unread: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
-        interval.end(unread)
-        self.intervals.append(interval)
+        self.intervals.append(interval.end(unread))
 
     def poll(self) -> None:
         pass
@@ -35,16 +34,15 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     """A log with a line every 3 of 8 steps; on a GPU, outcomes come `late`."""
     stepper: Any = SimpleNamespace(
         counters=SimpleNamespace(steps_done=0),
-        outcomes=SimpleNamespace(skipped=0),
+        outcome_handler=SimpleNamespace(skipped=0),
         context=SimpleNamespace(metric_names=MetricNames(new=False), runtime=SimpleNamespace(collectives=COLLECTIVES)),
-        interval=Interval(Sums()),
         lr=0.1,
         scaler=None,
         awaits_outcome=late,
     )
     lines: Any = Lines()
     plan: Any = SimpleNamespace(epochs_after=lambda steps: None)
-    return StepLog(3, plan, stepper, lines), lines, stepper
+    return StepLog(3, plan, stepper, Interval(Sums()), lines), lines, stepper
 
 
 def run_steps(log: StepLog, stepper: Any, last: int) -> None:
@@ -59,23 +57,26 @@ def run_steps(log: StepLog, stepper: Any, last: int) -> None:
 def test_late_outcomes_belong_to_the_next_line() -> None:
     log, lines, stepper = logged(late=True)
     run_steps(log, stepper, 8)
-    assert [(line.steps, line.samples, line.summed) for line in lines.intervals] == [(3, 12, 2), (3, 12, 3), (2, 8, 3)]
+    assert [(line.steps, line.samples, line.steps_in_sums) for line in lines.intervals] == [
+        (3, 12, 2),
+        (3, 12, 3),
+        (2, 8, 3),
+    ]
 
 
 def test_outcomes_that_are_known_at_once_belong_to_their_line() -> None:
     log, lines, stepper = logged(late=False)
     run_steps(log, stepper, 8)
-    assert [(line.steps, line.summed) for line in lines.intervals] == [(3, 3), (3, 3), (2, 2)]
+    assert [(line.steps, line.steps_in_sums) for line in lines.intervals] == [(3, 3), (3, 3), (2, 2)]
 
 
 def test_a_rewind_leaves_no_outcome_open() -> None:
     """A checkpoint waits for the outcome of its step, so its sums have all losses."""
     log, lines, stepper = logged(late=True)
     run_steps(log, stepper, 3)
-    stepper.interval = Interval(Sums())  # as `Stepper.load_state_dict` does
     log.load_state_dict({})
     run_steps(log, stepper, 6)
-    assert [line.summed for line in lines.intervals] == [2, 2]
+    assert [line.steps_in_sums for line in lines.intervals] == [2, 2]
 
 
 def test_the_sample_log_numbers_steps_as_the_log_lines_do(tmp_path: Path) -> None:

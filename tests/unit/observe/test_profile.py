@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.observe.profile.merge import mean_kinds, merge, warnings
-from lockstep.observe.profile.timeline import KINDS, Span, breakdown, intersect, length, subtract, union
+from lockstep.observe.profile.timeline import KINDS, HostPhase, breakdown, intersect, length, subtract, union
 
 
 def op(name: str, start: float, end: float, **fields: Any) -> dict[str, Any]:
@@ -19,11 +19,11 @@ def op(name: str, start: float, end: float, **fields: Any) -> dict[str, Any]:
 
 
 STEP = [
-    Span(0, 10, "data wait"),
-    Span(10, 30, "forward"),
-    Span(30, 80, "backward"),
-    Span(80, 95, "optimizer"),
-    Span(95, 100, "framework"),
+    HostPhase(0, 10, "data wait"),
+    HostPhase(10, 30, "forward"),
+    HostPhase(30, 80, "backward"),
+    HostPhase(80, 95, "optimizer"),
+    HostPhase(95, 100, "framework"),
 ]
 
 
@@ -102,7 +102,7 @@ def test_traces_of_ranks_become_processes_of_one_timeline(tmp_path: Path) -> Non
         trace = {
             "baseTimeNanoseconds": 1_000_000 * number,
             "traceEvents": [op("aten::mm", 5, 6, pid=4711, tid=1), {"ph": "M", "name": "process_name", "pid": 4711}],
-            "lockstep_spans": [(0, 10, "forward")],
+            "lockstep_phases": [(0, 10, "forward")],
         }
         files.append(tmp_path / f"rank-{number}.json")
         files[-1].write_text(json.dumps(trace))

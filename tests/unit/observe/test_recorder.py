@@ -12,18 +12,18 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import UserError
 from lockstep.observe import recorder
-from lockstep.observe.metrics import ExactSums, Interval, Sums, exact_from_text, from_exact, metric_terms
+from lockstep.observe.metrics import EndedInterval, ExactSums, Sums, exact_from_text, from_exact, metric_terms
 from lockstep.observe.recorder import _metrics_line
 from lockstep.observe.sinks import read_jsonl
 from lockstep.recipes.char_lm import CharLM
 from lockstep.task import Loss
 
-ONE = Interval(Sums(), steps=1, samples=4, summed=1, seconds=1.0)
+ONE = EndedInterval(steps=1, steps_in_sums=1, samples=4, skipped=0, seconds=1.0, data_wait_s=0.0)
 
 
 def test_what_nothing_was_counted_for_is_left_out():
     names = ["loss", "cell", "exact"]
-    line = _metrics_line(names, [6.0, 3.0, 0.0, 0.0, 1.0, 2.0], replace(ONE, seconds=2.0, carried_weight=1.0), {})
+    line = _metrics_line(names, [6.0, 3.0, 0.0, 0.0, 1.0, 2.0], replace(ONE, seconds=2.0, weight_before_resume=1.0), {})
     assert line["loss"] == 2.0
     assert (line["weight"], line["weight_per_s"]) == (3.0, 1.0)
     assert line["metrics"] == {"exact": 0.5}
@@ -37,10 +37,10 @@ def test_no_outcome_yet_is_not_a_loss_of_nan():
 
 def test_the_rate_of_a_line_counts_the_steps_that_its_weight_has():
     """Ten steps in ten seconds, of weight 6 each. On a GPU the last step of a line is known only in the next one."""
-    for summed, weight in ((9, 54.0), (10, 60.0), (11, 66.0)):
-        line = _metrics_line(["loss"], [1.0, weight], replace(ONE, steps=10, summed=summed, seconds=10.0), {})
+    for in_sums, weight in ((9, 54.0), (10, 60.0), (11, 66.0)):
+        line = _metrics_line(["loss"], [1.0, weight], replace(ONE, steps=10, steps_in_sums=in_sums, seconds=10.0), {})
         assert (line["weight"], line["weight_per_s"]) == (weight, 6.0)
-    assert _metrics_line(["loss"], [0.0, 0.0], replace(ONE, summed=0), {})["weight_per_s"] is None
+    assert _metrics_line(["loss"], [0.0, 0.0], replace(ONE, steps_in_sums=0), {})["weight_per_s"] is None
 
 
 def test_a_checkpoint_has_the_metrics_of_its_steps_on_disk(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 
 @dataclass
 class _Started:
-    """The teams that could be started, what rank 0 of each says about itself, and why others are missing, by name."""
+    """The teams that could be started, the facts of their rank 0, and the reasons why others are missing, by name."""
 
     teams: dict[str, Team] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def sizes_up_to(megabytes: float) -> list[int]:
 
 
 def bus_factor(operation: str, world: int) -> float:
-    """Return bus bandwidth / algorithm bandwidth: what each link carries for every byte of the message."""
+    """Return bus bandwidth / algorithm bandwidth: the bytes that each link carries for every byte of the message."""
     if operation == "all_reduce":
         return 2 * (world - 1) / world
     if operation == "send_recv":

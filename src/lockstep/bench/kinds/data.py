@@ -46,7 +46,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     notes = [
         "'model takes' is the rate of training on one rank with a batch that is already there. A loader whose rate is "
         "not well above it makes the model wait: use more workers (data.workers), or cheaper transforms.",
-        "What worker processes have read ahead is taken before the clock starts, and at least five times as many "
+        "What worker processes have prefetched is taken before the clock starts, and at least five times as many "
         f"batches are timed as their queues hold. {plural(options.repeats, 'round')}, {spread_text(options.repeats)}.",
     ]
     return [Section("data", f"Loading the data of {options.target}", COLUMNS, rows, notes, extra={"facts": facts})]

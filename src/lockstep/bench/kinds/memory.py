@@ -1,4 +1,4 @@
-"""Memory: what a rank holds by category, number of ranks and accumulation, and whether it grows over many steps.
+"""Memory of a rank by category, number of ranks and accumulation, and whether it grows over many steps.
 
 What a rank holds is counted from live tensors, not from a formula: a copy that nobody intended is seen. The leak check
 trains for hundreds of steps and looks at what grows after the first quarter of them.
@@ -19,7 +19,7 @@ from lockstep.bench.results import Column, Section, Verdict
 from lockstep.errors import plural
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
-ROWS = 16  # of the leak check
+ROWS = 16  # rows of the leak check
 
 # What may grow after the first quarter of the steps. Allocators keep freed memory, so the process may grow a little.
 LIMITS_MB = {"live tensors": 0.25, "resident memory": 8.0, "device memory": 1.0}
@@ -97,7 +97,7 @@ def _row(
 
 
 def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
-    """Train `options.steps` on the largest number of ranks and judge whether what any of them holds grows."""
+    """Train `options.steps` on the largest number of ranks and judge whether the memory of any of them grows."""
     world = max(options.worlds)
     block = max(1, options.steps // ROWS)
 
@@ -121,7 +121,7 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
 
 
 def _leak_row(row: dict[str, float]) -> dict[str, float]:
-    """Return what a rank holds after a block, in MB."""
+    """Return the memory of a rank after a block, in MB."""
     return {
         "step": row["step"],
         "tensors": row["tensors"],

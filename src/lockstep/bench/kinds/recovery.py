@@ -29,7 +29,7 @@ from lockstep.files.jsonl import read_jsonl
 from lockstep.run_folder.names import EVENTS, METRICS
 from lockstep.runtime.environments.launcher import OF_ONE_JOB
 
-LIMIT_S = 60.0  # for one record: longer is a hang
+LIMIT_S = 60.0  # the limit of one record: longer is a hang
 EVERY = 5  # steps between two checkpoints
 
 # A run that does not end, and writes a line for every step.
@@ -150,7 +150,7 @@ class TrainProcess:
         return RanksEnded(f"the run ended with exit code {code}", said, "fix that, and measure again")
 
     def end(self) -> None:
-        """End the run and its ranks. What a launcher that must be killed leaves behind exits with it."""
+        """End the run and its ranks. Processes that a killed launcher leaves behind exit with it."""
         self._launcher.terminate()
         try:
             self._launcher.wait(LIMIT_S)

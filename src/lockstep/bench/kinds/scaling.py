@@ -23,6 +23,7 @@ from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded, Team, cpu_seconds, wall_seconds
 from lockstep.bench.results import Column, Section, cell, judged, middle
 from lockstep.errors import UserError, plural
+from lockstep.observe.profile.merge import mean_over_ranks
 
 TARGETS = {"weak": 0.90, "strong": 0.80}
 
@@ -40,18 +41,18 @@ COLUMNS = [
 ]
 
 
-# What ranks answered: by number of ranks, round and rank.
+# The answers by number of ranks, round and rank.
 Turns = dict[int, list[list[dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, by number of ranks."""
+    """The measurements by number of ranks."""
 
-    facts: dict[int, dict[str, Any]]  # of rank 0
+    facts: dict[int, dict[str, Any]]  # the facts that rank 0 reports
     turns: Turns
-    apart: Turns  # of the controls, which exchange nothing
-    traces: dict[int, list[dict[str, Any]]]  # by rank
+    apart: Turns  # the controls, which exchange nothing
+    traces: dict[int, list[dict[str, Any]]]  # the breakdowns of all ranks
     busy: float | None  # cores that other processes used meanwhile
 
     @property
@@ -203,8 +204,8 @@ def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int,
         "speedup": speedup,
         "scaling_efficiency": efficiency,
         **limits,
-        "compute_fraction": _mean(traced, "compute_fraction"),
-        "overlap_fraction": _mean(traced, "overlap_fraction"),
+        "compute_fraction": mean_over_ranks(traced, "compute_fraction"),
+        "overlap_fraction": mean_over_ranks(traced, "overlap_fraction"),
         "megabytes_per_step": traced[0]["bytes_per_step"] / 1e6,
         "collectives": len(traced[0]["collectives"]),
         "breakdown_ms": _breakdown(traced),
@@ -214,7 +215,7 @@ def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int,
 def limits_of(
     world: int, base: int, rates: dict[int, list[float]], apart: list[list[dict[str, Any]]] | None, samples: int
 ) -> dict[str, Estimate | None]:
-    """Return the efficiency of ranks that exchange nothing, and that of the real ranks against it.
+    """Return the efficiency of ranks that exchange nothing, and the real ranks' efficiency against it.
 
     `samples` is how many samples all ranks together train in a turn.
     """
@@ -240,10 +241,6 @@ def _slowest_seconds(ranks: list[dict[str, Any]]) -> float:
     return math.fsum(map(max, steps))
 
 
-def _mean(ranks: Sequence[dict[str, Any]], key: str) -> float:
-    return sum(rank[key] for rank in ranks) / len(ranks)
-
-
 def _breakdown(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the milliseconds of a step by kind, averaged over ranks."""
     found = {}
@@ -264,7 +261,7 @@ def _refusal(placement: RankPlacement, busy: float | None, options: BenchOptions
 
 
 def _note_on_waiting(row: dict[str, Any]) -> list[str]:
-    """Return what the machine limit would be if no rank waited for another: the rest is lost to slow ranks."""
+    """Return the machine limit if no rank waited for another: the rest is lost to slow ranks."""
     if not (free := row["limit_without_waiting"]):
         return []
     return [f"If no rank waited for the slowest, the machine limit at {row['world']} ranks would be {cell(free)}."]

@@ -17,8 +17,8 @@ from lockstep.bench.results import Column, Section
 from lockstep.errors import plural
 
 ROUNDS = 6  # less than 2 s each
-SECONDS = 0.1  # for one set
-ALONE = 8  # CPUs that are measured alone, to know what is usual
+SECONDS = 0.1  # the time of one set
+ALONE = 8  # CPUs that are measured alone, to know the usual rate
 
 COLUMNS = [
     Column("case", "busy at once"),

@@ -27,7 +27,7 @@ from lockstep.runtime.environments.launcher import OF_ONE_JOB
 
 SCRIPT = Path(ranks.__file__).with_name("first_step.py")
 BASE, OURS = "torchrun", "lockstep train"
-LIMIT_S = 300.0  # for one command
+LIMIT_S = 300.0  # the limit of one command
 
 COLUMNS = [
     Column("way", "command"),

@@ -1,4 +1,4 @@
-"""What a step costs against a hand-written loop: Lockstep's loops, and those of other libraries where installed.
+"""The cost of a step against a hand-written loop: Lockstep's loops, and loops of other libraries where installed.
 
 All loops live in the same ranks and take turns of a few steps, so that noise hits them alike. The hand-written loop
 takes part twice; how far it differs from itself is the noise of the measurement.
@@ -34,16 +34,16 @@ COLUMNS = [
     Column("short_ratio", "run of 60 steps / by hand"),
 ]
 
-Rounds = list[list[dict[str, dict[str, float]]]]  # by round, rank and loop
+Rounds = list[list[dict[str, dict[str, float]]]]  # the figures of each round, rank and loop
 
 
 @dataclass(frozen=True)
 class MeasuredCase:
-    """What the ranks of one case have measured."""
+    """The measurements of the ranks in one case."""
 
-    facts: dict[str, Any]  # of rank 0
-    rounds: Rounds  # of a few steps each, in turns
-    shorts: Rounds  # of whole runs of 60 steps
+    facts: dict[str, Any]  # the facts that rank 0 reports
+    rounds: Rounds  # each loop takes turns of a few steps
+    shorts: Rounds  # whole runs of 60 steps
     busy: float | None  # cores that other processes used during `rounds`
 
 
@@ -115,7 +115,7 @@ def _measure(case: str, team: Team, repeats: int, report: Callable[[str], None])
 
 
 def _row(name: str, measured: MeasuredCase, block: int) -> dict[str, Any]:
-    """Return what one loop takes, and its ratios to the hand-written one."""
+    """Return the times of one loop, and its ratios to the hand-written one."""
     rounds, shorts = measured.rounds, measured.shorts
     return {
         "loop": name,
@@ -127,7 +127,7 @@ def _row(name: str, measured: MeasuredCase, block: int) -> dict[str, Any]:
 
 
 def _verdict(case: str, measured: MeasuredCase, shared: str) -> Verdict:
-    """Return the verdict on `fit`. `shared` is what the ranks share, if anything."""
+    """Return the verdict on `fit`. `shared` names the hardware that the ranks share, if any."""
     overhead = ratio(_walls(measured.rounds, "fit"), _walls(measured.rounds, BASE))
     refusal = shared or disturbance(measured.busy)
     return judged(f"{case}: time of fit / by hand <= {OVERHEAD}", overhead, OVERHEAD, False, refusal)
@@ -139,7 +139,7 @@ def short_rounds(repeats: int) -> int:
 
 
 def _walls(rounds: Rounds, name: str) -> list[float]:
-    """Return the seconds of each round: those of the slowest rank."""
+    """Return the seconds of each round on its slowest rank."""
     return [max(rank[name]["seconds"] for rank in ranks) for ranks in rounds]
 
 

@@ -1,1 +1,1 @@
-"""What the ranks of a benchmark run: generators that yield one measurement per turn. All of them import torch."""
+"""The programs of a benchmark's ranks: generators that yield one measurement per turn. All of them import torch."""

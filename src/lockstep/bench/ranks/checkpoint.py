@@ -34,11 +34,11 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.shards import LocalShard, shard_of
 
 TOKEN = "be7c4"  # stands for the run to which the checkpoints belong
-STEPS = 20  # of something to compute, between two saves
+STEPS = 20  # steps of computing between two saves
 
 State = dict[str, torch.Tensor]
-Times = tuple[float, float]  # the seconds that training waits, and those until the save is durable
-KINDS = ("model", "exp_avg", "exp_avg_sq")  # what AdamW keeps for a parameter
+Times = tuple[float, float]  # the seconds that training waits, and the seconds until the save is durable
+KINDS = ("model", "exp_avg", "exp_avg_sq")  # the tensors of a parameter under AdamW
 
 
 def make_state(megabytes: int) -> State:
@@ -174,7 +174,7 @@ class Ways:
 
     def _with_dcp(self, step: int) -> Times:
         """Save with torch.distributed.checkpoint, which returns when all ranks have written."""
-        # Collective: it plans on rank 0 who writes what, and each rank writes its part.
+        # Collective: rank 0 plans which rank writes which tensors, and each rank writes its part.
         began = time.perf_counter()
         dcp.save(self.state, checkpoint_id=self.root / f"dcp-{step}")
         spent = time.perf_counter() - began
@@ -188,7 +188,7 @@ class Ways:
         stall = time.perf_counter() - began
 
         self.training.until(future.done)
-        future.result()  # raises what went wrong
+        future.result()  # raises the error of the save
         return stall, time.perf_counter() - began
 
     def _with_lockstep(self, step: int) -> Times:
@@ -236,7 +236,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     # DCP warns about details that have nothing to do with the measurement.
     warnings.filterwarnings("ignore")
 
-    # On the CPU: what is measured is the disk, and the copies that training waits for.
+    # On the CPU: the disk is measured, and the copies that training waits for.
     config = resolve([("bench", {"device": "cpu", "threads": arguments["threads"]})]).config
     with context.start(environments.detect(), config) as runtime:
         ways = Ways(Path(arguments["root"]), runtime, arguments["megabytes"])
@@ -252,7 +252,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
 
 def _turn(ways: Ways, turn: int) -> dict[str, Any]:
-    """Save in every way, and load what was saved; return the seconds of each, by name."""
+    """Save in every way, and load again; return the seconds of each, by name."""
     saves = {}
     for name in in_turn(ways.save, turn):
         # From a clean start: nothing waits for the disk, and the cores are busy as in training.

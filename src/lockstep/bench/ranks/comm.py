@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import resolve
+from lockstep.engine.profile.flops import wait_for_device
 from lockstep.runtime import context, environments
 from lockstep.runtime.world import World
 
@@ -72,7 +73,7 @@ def _repetitions(call: Call, device: torch.device) -> int:
 def _seconds(call: Call, count: int, device: torch.device) -> float:
     """Return the seconds of one call, from all ranks together to the end on this rank."""
     # All ranks begin together, with nothing left on the device.
-    _wait(device)
+    wait_for_device(device)
     dist.barrier()
     began = time.perf_counter()
 
@@ -80,19 +81,14 @@ def _seconds(call: Call, count: int, device: torch.device) -> float:
         call()
 
     # On a GPU a collective is only launched by its call. On a CPU it has ended when the call returns.
-    _wait(device)
+    wait_for_device(device)
     return (time.perf_counter() - began) / count
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---- operations ----
 #
 # Each function makes its tensors once, and returns a call that is repeated. Tensors are float32, 4 bytes an element.
-# `size` is what the table of results shows: the bytes of the whole tensor, over all ranks if it is sharded.
+# `size`, in the table of results, is the bytes of the whole tensor, over all ranks if it is sharded.
 
 
 def _part(size: int, world: World) -> int:

@@ -1,4 +1,4 @@
-"""The loops that `bench step` compares: one written by hand, Lockstep's two, and those of other libraries.
+"""The loops that `bench step` compares: one written by hand, Lockstep's two, and the loops of other libraries.
 
 All of them train the same model with the same loss, fused AdamW, clipping by norm, a learning rate with warm-up, and a
 log line after every block. Other libraries are used as their own documentation does, on batches that this module draws:
@@ -41,7 +41,7 @@ PEAK = 1e-3
 
 @dataclass(frozen=True)
 class Workload:
-    """What all loops have in common.
+    """The options and tools that all loops share.
 
     The model begins with the same weights, and the batches come in the same order, whatever the loop. So the loops do
     the same work, and only what a library adds to it differs.
@@ -53,7 +53,7 @@ class Workload:
     accumulation: int
     block: int
     folder: Path
-    steps: int = MANY  # of a whole run
+    steps: int = MANY  # the steps of a whole run
 
     @property
     def device(self) -> torch.device:
@@ -286,7 +286,7 @@ def with_lightning(workload: Workload) -> Iterator[None]:
     ended = threading.Event()
 
     def train() -> None:
-        # Not before the first turn: what building costs belongs to it.
+        # Not before the first turn, which includes the cost of building.
         go.acquire()
         try:
             _lightning_trainer(workload, go, done)
@@ -385,7 +385,7 @@ def contenders(workload: Workload, peers: bool = True) -> dict[str, Callable[[],
         if peers and importlib.util.find_spec(package):
             found[name] = lambda make=make: make(workload)
 
-    # The same loop under two names: how far their times differ is what the machine adds by itself.
+    # The same loop under two names: the difference of their times is the machine's own noise.
     found["by hand again"] = lambda: by_hand(workload, "again")
     return found
 

@@ -41,7 +41,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         loop = rank.loop(block)
         run = next(loop)
 
-        # Workers read ahead while others take turns. What they have read by then is taken first and not timed, and
+        # Workers prefetch while others take turns. Batches that are read by then are taken first and not timed, and
         # many more batches are timed than the queues hold.
         queued = workers * run.config.data.prefetch
         count = max(block, TIMES * queued)
@@ -59,7 +59,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
                 trained = take(loop)
                 run.source = source
 
-                # Both loaders read as many batches, with as many workers that read ahead as far.
+                # Both loaders read as many batches, with as many workers that prefetch as many.
                 ours = _seconds(lambda: _read(source), queued, count)
                 theirs = _seconds(lambda: next(plain), queued, count) if plain is not None else None
                 yield {"train": trained.seconds / block, "ours": ours, "torch": theirs}
@@ -68,7 +68,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
 
 class CachedSource(BatchSource):
-    """The batches of one step, again and again: training on them shows what the model takes, without any loading."""
+    """The batches of one step, again and again: training on them shows how long the model takes without any loading."""
 
     def __init__(self, source: Any):
         """`source`: the run's own, which gives one step and goes on after it."""
@@ -108,7 +108,7 @@ def _seconds(read: Callable[[], Any], queued: int, count: int) -> float:
 
 def _read(source: Any) -> None:
     """Read the batches of one step from the run's own source."""
-    # As in training: a step takes its batches, iterates over them, and commits what it has used.
+    # As in training: a step takes its batches, iterates over them, and commits them.
     batches = source.take()
     for _ in zip(range(batches.num_micro_batches), batches.micro_batches, strict=False):
         pass

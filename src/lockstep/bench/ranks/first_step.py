@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 WAY = "BENCH_WAY"
 STAMP = "BENCH_STAMP"
 
-BATCH = 32  # of a rank
+BATCH = 32  # the batch of a rank
 
 
 def by_hand(model: nn.Module, dataset: TensorDataset) -> None:
@@ -62,7 +62,7 @@ def with_lockstep(model: nn.Module, dataset: TensorDataset) -> None:
 
 
 def _done(rank: int) -> None:
-    """Write down the time, which the benchmark compares with that of its own start: so not `perf_counter`."""
+    """Write down the time of day, not `perf_counter`: the benchmark compares it with the time of its own start."""
     if rank == 0:
         Path(os.environ[STAMP]).write_text(repr(time.time()))
 

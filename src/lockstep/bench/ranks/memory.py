@@ -1,4 +1,4 @@
-"""One rank of `bench memory`: what it holds by category, its peak, and whether that grows."""
+"""One rank of `bench memory`: its memory by category, its peak, and whether it grows."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         "run_dir": str(Path(arguments["folder"]) / "run"),
     }
     with opened(arguments, values) as rank:
-        # What torch and the process group hold is not the model's.
+        # Memory of torch and of the process group is not the model's.
         before = psutil.Process().memory_info().rss
 
-        # What autograd saves is counted in the first block only: the hooks would slow the others.
+        # Tensors that autograd saves are counted in the first block only: the hooks would slow the others.
         with _saved_bytes(rank.task) as saved:
             loop = rank.loop(arguments["block"])
             run = next(loop)
@@ -53,7 +53,7 @@ def _categories(run: Run, saved: list[int], peak: int, before: int) -> dict[str,
         "parameters": bytes_of(run.driver.model.parameters()),
         "gradients": bytes_of(p.grad for p in run.driver.parameters.values() if p.grad is not None),
         "optimizer": bytes_of(held),
-        "activations": saved[-1] if saved else 0,  # of a step; the checks before the first one call the loss too
+        "activations": saved[-1] if saved else 0,  # the last: checks before the first step call the loss, too
         "device_peak": peak,
         "resident": psutil.Process().memory_info().rss - before,
         "torch": torch.__version__,
@@ -96,10 +96,10 @@ def _saved_bytes(task: Any) -> Iterator[list[int]]:
 
 
 def _leak_row(run: Run, loop: Iterator[Run]) -> dict[str, int]:
-    """Train one block, and return what this process holds after it."""
+    """Train one block, and return the memory of this process after it."""
     next(loop)
 
-    # What only a cycle holds is no leak.
+    # Memory that only a cycle holds is no leak.
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter)]
 

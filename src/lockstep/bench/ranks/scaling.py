@@ -84,7 +84,7 @@ def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
 
 
 def _facts(run: Run, unit: str) -> dict[str, Any]:
-    """Return what the report says about the run, and what the projection computes with."""
+    """Return the facts about the run for the report and for the projection."""
     # Frozen parameters have no gradients to exchange.
     parameters = [p for p in run.driver.model.parameters() if p.requires_grad]
     return {

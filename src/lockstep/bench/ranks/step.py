@@ -50,7 +50,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
 
 def _short_round(arguments: dict[str, Any], workload: Workload, number: int) -> dict[str, dict[str, float]]:
-    """Time whole runs of SHORT steps, from building the model to the end: with what a framework does there."""
+    """Time whole runs of SHORT steps, from building the model to the end, with the work of a framework there."""
     # A folder for each round: a run must not find the one before it.
     folder = workload.folder / f"short-{number}"
     folder.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def _short_round(arguments: dict[str, Any], workload: Workload, number: int) -> 
     for name in in_turn(makers, number):
         meet()
         wall = time.perf_counter()
-        cpu = time.process_time()  # of all threads
+        cpu = time.process_time()  # the time of all threads
 
         # Building happens at the first `next`.
         for _ in makers[name]():

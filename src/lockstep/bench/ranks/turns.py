@@ -34,9 +34,9 @@ class Turn:
     """One block of steps on one rank."""
 
     seconds: float
-    cpu_seconds: float  # of all threads of the process
-    peak_bytes: int  # of the GPU; 0 without one
-    value: Any = None  # what the loop has yielded
+    cpu_seconds: float  # the seconds of all threads of the process
+    peak_bytes: int  # the peak on the GPU; 0 without one
+    value: Any = None  # the value that the loop has yielded
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers, for an answer to the pool."""

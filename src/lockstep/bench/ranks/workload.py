@@ -1,4 +1,4 @@
-"""What is trained if no target is named: a GPT of 2M parameters (`gpt`) and a small MLP (`mlp`), on random data.
+"""The default workload, if no target is named: a GPT of 2M parameters (`gpt`) and a small MLP (`mlp`), on random data.
 
 They are large enough to show communication and small enough for two CPU cores. `settings_of` makes the settings of a
 run that trains and does nothing else: no checkpoints, no evaluations, no end.
@@ -159,7 +159,7 @@ def settings_of(kind: type[Task], layers: Sequence[Any], values: dict[str, Any])
     # `...` as a value takes a setting out of this layer, so that the layers below decide.
     last = {key: value for key, value in {**ONLY_TRAINING, **values}.items() if value is not ...}
 
-    # Batches and lengths exclude each other: what the benchmark sets replaces what the task says.
+    # Batches and lengths exclude each other: the benchmark's settings replace the task's.
     for one, other in (("steps", "epochs"), ("global_batch", "local_batch"), ("local_batch", "global_batch")):
         if one in last:
             last.setdefault(other, None)
@@ -168,7 +168,7 @@ def settings_of(kind: type[Task], layers: Sequence[Any], values: dict[str, Any])
 
 
 def batch_of(arguments: Mapping[str, Any]) -> int:
-    """Return the samples per step that were asked for, or those that the target itself asks for on one rank."""
+    """Return the samples per step that the user or else the target itself asks for on one rank."""
     if arguments["batch"]:
         return arguments["batch"]
 

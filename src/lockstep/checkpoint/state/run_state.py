@@ -231,7 +231,7 @@ class RunState:
         # Some optimizers train other weights than they evaluate. A checkpoint holds those to evaluate, and the
         # optimizers' state has the others.
         changes = self._optimizer_states.restore(json_state["optimizers"], reader)
-        self.optimizers.use_training_weights()
+        self.optimizers.switch("train")
         self.stepper.load_state_dict(unpack(json_state["stepper"], reader.read, self._device))
 
         # The data source must continue with the samples that the saved run would have taken next.

@@ -62,7 +62,7 @@ class BucketedSampler(SeededSampler):
         # This raises without a seed, on which the shuffled order depends as well.
         key = self.key("buckets", epoch, index)
 
-        # The samples of the pool, by length; those of equal length stay shuffled.
+        # The samples of the pool, sorted by length; samples of equal length stay shuffled.
         start = index * self.batch * self.pool
         ids = self._shuffled.ids(epoch, start, min(start + self.batch * self.pool, len(self)))
         ids = ids[np.argsort(self.lengths[ids], kind="stable")]

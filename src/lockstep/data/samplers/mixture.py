@@ -48,7 +48,7 @@ class Mixture(Sampled):
                 f"dataset {int(np.argmin(weights))} of a mixture has the weight 0", "", "leave it out of the list"
             )
 
-        # Ids of the mixture are those of the datasets one after the other.
+        # The mixture numbers the samples of all datasets one after the other.
         given = [part if isinstance(part, Sampled) else Sampled(part) for part, _ in parts]
         datasets = [part.dataset for part in given]
         _check_datasets(datasets)

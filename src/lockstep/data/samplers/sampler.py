@@ -17,7 +17,7 @@ from lockstep.runtime.seeds import derive
 
 T = TypeVar("T")
 
-CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the next one, into which workers read ahead
+CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the next one, into which workers prefetch
 
 
 @runtime_checkable

@@ -67,7 +67,7 @@ class ShuffledSampler:
         return block[start - begin * BLOCK : stop - begin * BLOCK].copy()
 
     def _block(self, epoch: int, index: int) -> np.ndarray:
-        # Most calls want the block of the last one. Reading ahead alternates between two.
+        # Most calls want the block of the last one. Prefetching alternates between two.
         key = (epoch, index)
         if self._newest is None or self._newest[0] != key:
             self._newest = key, self._blocks.get(key, lambda: self._make_block(epoch, index))

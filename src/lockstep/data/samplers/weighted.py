@@ -112,7 +112,7 @@ class _Order:
         shift = max(0, (highest - lowest).bit_length() - 16)
         buckets = ((bits - np.uint64(lowest)) >> np.uint64(shift)).astype(np.uint16)
 
-        self._order = np.argsort(buckets, kind="stable")  # of 16 bits: numpy counts them, and compares nothing
+        self._order = np.argsort(buckets, kind="stable")  # the keys have 16 bits, so numpy sorts by counting
         self._ends = np.cumsum(np.bincount(buckets))
         self._is_sorted = np.zeros(len(self._ends), dtype=bool)
 

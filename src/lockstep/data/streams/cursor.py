@@ -19,7 +19,7 @@ from lockstep.data.streams.shards import DROPPED, Shards, apply
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 
-_END = object()  # in place of a sample: the shard has ended
+_END = object()  # stands for a sample where the shard has ended
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ShardEpoch:
     """One virtual shard in one epoch, which a cursor reads."""
 
     shards: Shards
-    files: list[Any]  # those of this shard, in the order of the epoch
+    files: list[Any]  # the files of this shard, in the order of the epoch
     seed: int
     epoch: int
     shard: int
@@ -71,7 +71,7 @@ class Cursor:
 
         self.taken = 0  # samples taken in this epoch, after filtering and packing
         self.ended = False
-        self._peeked: list[Any] = []  # at most one sample: the next one
+        self._peeked: list[Any] = []  # the next sample, or nothing
 
         if state is not None:
             self._restore(state)
@@ -142,7 +142,7 @@ class Cursor:
 
     def catch_up(self, seconds: float = 1.0) -> bool:
         """Read samples again for some time, until the position is restored. Return whether it is."""
-        # Raw samples only: what was filtered and packed before the resume is in the packer's state.
+        # Raw samples only: the packer's state has those that were filtered and packed before the resume.
         file = self._file
         began = time.perf_counter()
         while self.reread.left and time.perf_counter() < began + seconds:

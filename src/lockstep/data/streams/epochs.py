@@ -62,29 +62,26 @@ class EpochSource(DatasetSource):
 
         # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
         if not self._needs_transfer:
-            return replace(batches, micro_batches=map(replace, batches))
+            return replace(batches, micro_batches=map(copy.copy, batches))
 
         # `map`, because a generator would keep the last one on the device until it has the next.
-        moved = self._transfer.ahead(micro.data for micro in batches)
-        return replace(batches, micro_batches=map(_with_data, batches, moved))
+        moved = self._transfer.prefetch(micro.data for micro in batches)
+        return replace(batches, micro_batches=map(MicroBatch.with_data, batches, moved))
 
     def _read_step(self) -> StepBatches:
         """Read the next global step, and return it with its micro-batches in host memory."""
-        micros = [] if self._ended else self._pull()
-        self._make_padding(micros)
-        samples = self._samples_on_all_ranks(micros)
+        micro_batches = [] if self._ended else self._pull()
+        self._make_padding(micro_batches)
+        samples = self._samples_on_all_ranks(micro_batches)
 
         # If this rank's shard ends before the others, repeat its last micro-batch with weight 0.
-        self._last = last = micros[-1] if micros else self._last or self._find_padding()
+        self._last = last = micro_batches[-1] if micro_batches else self._last or self._find_padding()
 
         options = self.options
         count = options.num_micro_batches
-        padding = padding_count(count, len(micros), options.data_world, options.collective_forwards)
-        micros += [
-            MicroBatch(last.data, last.index, last.num_samples, self.epoch, padding=True, place=last.place)
-            for _ in range(padding)
-        ]
-        return StepBatches(len(micros), micros, samples, exhausted=self._ended)
+        padding = padding_count(count, len(micro_batches), options.data_world, options.collective_forwards)
+        micro_batches += [self._as_padding(last) for _ in range(padding)]
+        return StepBatches(len(micro_batches), micro_batches, samples, exhausted=self._ended)
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Begin the next epoch if the stream has ended on all ranks."""
@@ -99,21 +96,27 @@ class EpochSource(DatasetSource):
         self._last = None
         self._ended = False
 
-    def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
+    def _samples_on_all_ranks(self, micro_batches: list[MicroBatch]) -> int:
         """Return an estimate, which assumes that the other ranks have the same number of samples."""
-        return sum(micro.num_samples for micro in micros) * self.options.data_world.size
+        return sum(micro.num_samples for micro in micro_batches) * self.options.data_world.size
 
-    def _make_padding(self, micros: list[MicroBatch]) -> None:
+    def _as_padding(self, micro: MicroBatch) -> MicroBatch:
+        """Return a copy that runs with weight 0. Its samples count elsewhere, so it has no ids."""
+        copied = micro.with_data(micro.data, padding=True)
+        copied.epoch, copied.ids = self.epoch, ()
+        return copied
+
+    def _make_padding(self, micro_batches: list[MicroBatch]) -> None:
         """Turn micro-batches that collate emptied into padding, with the data of another one and weight 0."""
-        empty = [micro for micro in micros if is_empty(micro.data)]
+        empty = [micro for micro in micro_batches if is_empty(micro.data)]
         if not empty:
             return
 
         # One of this step, or the last one before it.
-        nonempty = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
+        nonempty = [micro for micro in (*micro_batches, self._last) if micro is not None and not is_empty(micro.data)]
         if not nonempty:
             raise UserError(
-                f"collate dropped the first {sum(m.num_samples for m in micros)} samples of this rank's stream",
+                f"collate dropped the first {sum(m.num_samples for m in micro_batches)} samples of this rank's stream",
                 "a rank needs one micro-batch to repeat with weight 0 while the others train",
                 "drop samples in the stream's __iter__, not in collate",
             )
@@ -121,10 +124,6 @@ class EpochSource(DatasetSource):
         for micro in empty:
             micro.data = nonempty[0].data
             micro.padding = True
-
-
-def _with_data(micro: MicroBatch, data: Any) -> MicroBatch:
-    return replace(micro, data=data)
 
 
 def comparable_copy(sample: Any) -> Any:

@@ -34,13 +34,13 @@ from lockstep.data.windows import rank_range, rank_share
 from lockstep.errors import UserError, plural
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
-State = dict[str, Any]  # of a `Cursor`
+State = dict[str, Any]  # the state of a `Cursor`
 
 
 class _Read(NamedTuple):
     """A micro-batch, as a worker process sends it."""
 
-    index: int  # in the global step
+    index: int  # the number of the micro-batch in the global step
     ids: np.ndarray  # (samples,) int64: the number of a sample in its shard x shards + its shard
     batch: Any  # collated
 
@@ -49,10 +49,10 @@ class _StepRead(NamedTuple):
     """The part of a step that one worker process has read."""
 
     micro_batches: list[_Read]
-    states: dict[int, State]  # by shard, after this step
+    states: dict[int, State]  # the state of each shard after this step
     ended: bool  # all shards of this worker have ended
-    reread: list[Reread]  # in the first step, of each shard: what was read again to restore the position
-    first_sample: Any  # in the first step, that of a single shard, to compare between ranks
+    reread: list[Reread]  # set in the first step: what each shard read again to restore its position
+    first_sample: Any  # set in the first step: the first sample of one shard, which ranks compare
     spare: _Read | None  # samples of other readers, for a rank that has none of its own in this step
 
 
@@ -76,13 +76,13 @@ class ResumableStreamSource(EpochSource):
         self.indices = local_micro_batches(options)
         self._own_shards = shards_of(self.indices, shards, options)
         super().__init__(collate, options)
-        self.about = self._describe()
+        self.banner = self._make_banner()
 
         # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
         self._states: dict[int, State] = {}
         self._states_taken: dict[int, State] = {}  # behind the step that was taken
         self._reads: Iterator[_StepRead | None] | None = None
-        self._arrived: list[deque[_StepRead]] = []  # by worker process: parts that were not taken yet
+        self._arrived: list[deque[_StepRead]] = []  # the parts of each worker process that were not taken yet
         self._turn = 0  # the worker process that sends the next part
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class ResumableStreamSource(EpochSource):
 
     def _pull(self) -> list[MicroBatch]:
         begins = self._reads is None
-        self._reads = self._reads or self._start_reading()
+        self._reads = self._reads or self._start_loader()
 
         # One part of the step from each worker process, in turn.
         parts = self._next_parts(self._reads)
@@ -169,14 +169,14 @@ class ResumableStreamSource(EpochSource):
             self.options.check_state(self._states_taken)
             self._note_start(parts)
 
-        micros = [self._micro_batch(read) for part in parts for read in part.micro_batches]
+        micro_batches = [self._micro_batch(read) for part in parts for read in part.micro_batches]
 
         # A rank that has had no micro-batch in this epoch needs something to run as padding.
-        if not micros and self._last is None:
+        if not micro_batches and self._last is None:
             spares = [part.spare for part in parts if part.spare is not None]
-            micros = [self._micro_batch(spare, padding=True) for spare in spares[:1]]
+            micro_batches = [self._micro_batch(spare, padding=True) for spare in spares[:1]]
 
-        return micros
+        return micro_batches
 
     def _next_parts(self, reads: Iterator[_StepRead | None]) -> list[_StepRead]:
         """Return the next part of each worker process. None comes from one that still restores its position."""
@@ -195,8 +195,8 @@ class ResumableStreamSource(EpochSource):
     def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
         # With several shards, one that has ended leaves empty places between the others', so that places are no
         # function of the first one. With a single shard only the last places can be empty.
-        place = read.index * self.options.micro_batch_size if self.shards.shards == 1 else None
-        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, place)
+        offset = read.index * self.options.micro_batch_size if self.shards.shards == 1 else None
+        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, offset)
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
@@ -211,7 +211,7 @@ class ResumableStreamSource(EpochSource):
             reason = f"the stream was read again up to its position: {plural(samples, 'sample')} in {seconds:.1f} s"
             self.options.log_event("note", reason=reason)
 
-    def _start_reading(self) -> Iterator[_StepRead | None]:
+    def _start_loader(self) -> Iterator[_StepRead | None]:
         # Nothing has arrived. Without workers, this process is the only reader.
         options = self.options
         self._arrived = [deque() for _ in range(max(1, options.config.workers))]
@@ -220,7 +220,7 @@ class ResumableStreamSource(EpochSource):
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
         self.same_on_all_ranks = list(map(str, self._paths())) if self.shards.shards > 1 else None
 
-        self._reading = start_loader(
+        self._loader_batches = start_loader(
             _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
             options.config.workers,
             options.config.prefetch,
@@ -228,7 +228,7 @@ class ResumableStreamSource(EpochSource):
             batch_size=None,
             collate_fn=already_collated,
         )
-        return self._reading
+        return self._loader_batches
 
     def _find_padding(self) -> MicroBatch:
         """Read the first samples of the epoch again: this rank has none left, or never had any."""
@@ -248,8 +248,8 @@ class ResumableStreamSource(EpochSource):
             while samples := cursor.take(self.options.micro_batch_size):
                 batch = collate_samples(self.collate, samples, list(range(len(samples))), where)
                 if not is_empty(batch):
-                    place = 0 if self.shards.shards == 1 else None
-                    return MicroBatch(batch, 0, len(samples), self.epoch, place=place)
+                    offset = 0 if self.shards.shards == 1 else None
+                    return MicroBatch(batch, 0, len(samples), self.epoch, sample_offset=offset)
 
         raise UserError(
             f"the stream has no sample in epoch {self.epoch}",
@@ -258,13 +258,13 @@ class ResumableStreamSource(EpochSource):
             "once, and a stream with a state must set it back",
         )
 
-    def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
+    def _samples_on_all_ranks(self, micro_batches: list[MicroBatch]) -> int:
         """Return the global batch, or an estimate if places in it are empty."""
         places = sum(len(places_of(index, self.options)) for index in self.indices)
-        samples = sum(micro.num_samples for micro in micros if not micro.padding)
+        samples = sum(micro.num_samples for micro in micro_batches if not micro.padding)
         return samples * self.options.global_batch // places if places else 0
 
-    def _describe(self) -> str:
+    def _make_banner(self) -> str:
         count = self.shards.shards
         how = "is read again up to its position" if self.options.config.resume == "reread" else "continues exactly"
         text = f"a stream in {plural(count, 'virtual shard')}; a resumed run {how}"
@@ -278,7 +278,7 @@ class ResumableStreamSource(EpochSource):
 
 
 def _refuse_repeated_streams(shards: Shards) -> None:
-    """Refuse an object that is listed twice and has a state: the state is that of one of its iterators only."""
+    """Refuse an object that is listed twice and has a state: the state belongs to one of its iterators only."""
     stateful = [id(file) for file in shards.files if has_state(file)]
     if len(set(stateful)) < len(stateful):
         raise UserError(

@@ -22,11 +22,11 @@ from torch import Tensor
 from lockstep.data.packing import Row, RowPacker, as_document
 from lockstep.errors import UserError
 
-DROPPED = object()  # what a filter returns in place of a sample
+DROPPED = object()  # a filter returns this for a sample that it drops
 
 
 class Packer(Protocol):
-    """Makes rows of samples. What is left of them is part of its state."""
+    """Makes rows of samples. Samples that do not fill a row yet are part of its state."""
 
     def add(self, sample: Any) -> None: ...
 

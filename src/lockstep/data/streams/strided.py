@@ -30,7 +30,7 @@ class _Item(NamedTuple):
 
     num_samples: int
     batch: Any  # collated
-    first_sample: Any  # in the first item, that of the stream, for comparison between ranks
+    first_sample: Any  # set in the first item: the first sample of the stream, which ranks compare
 
 
 class StridedStreamSource(EpochSource):
@@ -40,7 +40,7 @@ class StridedStreamSource(EpochSource):
     `ResumableStreamSource`.
     """
 
-    about = "a stream; without a state_dict, a resumed run repeats its epoch"
+    banner = "a stream; without a state_dict, a resumed run repeats its epoch"
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         micro_batch = options.micro_batch_size
@@ -89,15 +89,16 @@ class StridedStreamSource(EpochSource):
         # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown. So they
         # have no place in the global batch either.
         index = self.options.data_world.rank * self._micro_batches_per_step
-        micros: list[MicroBatch] = []
+        micro_batches: list[MicroBatch] = []
 
         # Read one item ahead, so that the last batch is known to be the last.
-        while self._next is not None and len(micros) < self._micro_batches_per_step:
-            micros.append(MicroBatch(self._next.batch, index + len(micros), self._next.num_samples, self.epoch))
+        while self._next is not None and len(micro_batches) < self._micro_batches_per_step:
+            item, number = self._next, index + len(micro_batches)
+            micro_batches.append(MicroBatch(item.batch, number, item.num_samples, self.epoch))
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
-        return micros
+        return micro_batches
 
     def _find_padding(self) -> MicroBatch:
         world = self.options.data_world
@@ -114,7 +115,7 @@ class StridedStreamSource(EpochSource):
             return None
 
         # Not in this process: reading may change the state of a stream, and later epochs start from this rank's copy.
-        with closing(self._start_reading(only_worker=self.options.config.workers - 1)) as batches:
+        with closing(self._start_loader(only_worker=self.options.config.workers - 1)) as batches:
             return next(batches).batch
 
     def _open(self) -> Iterable[Any]:
@@ -122,10 +123,10 @@ class StridedStreamSource(EpochSource):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
-        self._reading = self._start_reading()
-        return self._reading
+        self._loader_batches = self._start_loader()
+        return self._loader_batches
 
-    def _start_reading(self, only_worker: int | None = None) -> LoaderBatches:
+    def _start_loader(self, only_worker: int | None = None) -> LoaderBatches:
         options = self.options
         return start_loader(
             _Shard(self.dataset, self.collate, options, self.epoch, only_worker),
@@ -160,7 +161,7 @@ class _Shard(IterableDataset):
     options: SourceOptions
     epoch: int
     only_worker: int | None = None  # this worker process reads everything; None: workers take turns
-    first_sample: Any = None  # of the stream, until the first micro-batch is sent with it
+    first_sample: Any = None  # the first sample of the stream, until it is sent with the first micro-batch
 
     def __iter__(self) -> Iterator[_Item | WorkerError]:
         info = get_worker_info()
@@ -175,7 +176,7 @@ class _Shard(IterableDataset):
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
 
-        # For `read_again`: one worker reads what all of them would read in turn.
+        # For `read_again`, one worker reads all micro-batches, which the workers otherwise read in turn.
         if self.only_worker is not None:
             if worker != self.only_worker:
                 return

@@ -106,7 +106,7 @@ class GradientGuard:
     """
 
     def __init__(self, optimizers: Optimizers):
-        self._watched: list[list[Tensor]] = []  # for each optimizer
+        self._watched: list[list[Tensor]] = []  # a list for each optimizer
         for groups in optimizers.groups:
             # The first, the middle and the last are enough to see zero_grad() or clipping.
             parameters = [p for group in groups for p in group if p.requires_grad]

@@ -171,7 +171,7 @@ def _single_samples(plan: Plan, tail: str) -> str | None:
 
 
 def _without_single_samples(plan: Plan, tail: str) -> str:
-    """Return what to type so that no micro-batch has one sample."""
+    """Return the setting to type so that no micro-batch has one sample."""
     sizes = _step_sizes(plan, tail)
 
     # A micro-batch is good if neither a full step nor the short one leaves a rest of one sample.

@@ -1,4 +1,4 @@
-"""Settings that cannot be what the user means, given the task, its data and the ranks.
+"""Settings that the user cannot mean, given the task, its data and the ranks.
 
 What can be seen from the settings alone is refused earlier, in config/conflicts.py.
 """
@@ -54,7 +54,7 @@ def digests_of_sources() -> dict[str, str]:
 
     # The modules of an installed package, thousands with torch, are not looked at: a rank is often a fork, which would
     # copy the memory of every module that it touches.
-    installed: dict[str, bool] = {}  # by the name of the top-level package
+    installed: dict[str, bool] = {}  # by top-level package: is it installed?
     digests = {}
 
     # A list: importing in another thread would change the dictionary meanwhile.
@@ -82,7 +82,7 @@ def _is_installed(file: str | None, folders: tuple[str, ...]) -> bool:
     if file is None:
         return False
 
-    # Packages may be installed in folders that this Python does not count as its own, such as those of a container.
+    # Packages may be installed in folders that this Python does not count as its own, as in a container.
     path = os.path.abspath(file)
     return path.startswith(folders) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
 

@@ -1,4 +1,4 @@
-"""The evaluations of a run: when they are due, their newest results, and what follows from them."""
+"""The evaluations of a run: when they are due, their newest results, and the decisions that follow."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Evaluations:
         self.early_stop = EarlyStop(config.stop)
         self._best_metric = config.checkpoint.best
 
-        # What follows an evaluation.
+        # Objects that follow the results.
         self._requests = requests
         self._checkpoints = checkpoints
         self._learning_rate = learning_rate
         self._recorder = recorder
 
         # The results.
-        self.newest = newest  # of those that are monitored
+        self.newest = newest  # the newest evaluation of the monitored set
         self.by_set: dict[str, Evaluation] = {}  # the newest of each named set
         self._warned_of_second = False
 
@@ -57,7 +57,7 @@ class Evaluations:
         return due or self._requests.evaluate_agreed
 
     def follow(self, sets: Sequence[EvaluationSet], evaluations: Sequence[Evaluation], seconds: float) -> None:
-        """Keep new results, and decide what follows from them. `seconds` is how long the run has taken. Collective."""
+        """Keep new results, and act on them. `seconds` is the time that the run has taken. Collective."""
         self._requests.evaluated()
         self.schedule.seconds = seconds
         self.by_set |= {evaluation.name: evaluation for evaluation in evaluations if evaluation.name}
@@ -74,7 +74,7 @@ class Evaluations:
         self.early_stop.observe(results, evaluation.steps_done)
         self.stop_if_no_improvement()
 
-        # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due. If
+        # The best checkpoint belongs to the best evaluation, so it is saved now and not when the next save is due. If
         # this step was saved before, the results are added to its checkpoint.
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
@@ -109,7 +109,7 @@ class Evaluations:
         return {"early_stop": self.early_stop.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the early stopping of a checkpoint. What a rewind undoes no longer counts."""
+        """Continue the early stopping of a checkpoint. Results that a rewind undoes no longer count."""
         steps_done = self._requests.stepper.counters.steps_done
         self.by_set = {name: other for name, other in self.by_set.items() if other.steps_done <= steps_done}
         if self.newest is not None and self.newest.steps_done > steps_done:

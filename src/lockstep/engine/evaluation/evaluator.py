@@ -25,11 +25,11 @@ from lockstep.data.samplers import Sampled
 from lockstep.data.streams.mosaic import by_index
 from lockstep.data.transfer import Transfer
 from lockstep.data.windows import rank_range
-from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import LOSS_NAMES, Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
+from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
@@ -117,7 +117,7 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
 
 
 def _make_set(task: Task, given: Any, metrics: Mapping[str, Any]) -> EvaluationSet:
-    """Return a set of `given`, a dataset or an EvalData. What an EvalData leaves out is the task's, or `metrics`."""
+    """Return a set of `given`, a dataset or an EvalData. The task and `metrics` supply what an EvalData lacks."""
     chosen = given if isinstance(given, EvalData) else EvalData(given)
     return make_set(
         chosen.dataset,
@@ -202,25 +202,31 @@ class Evaluator:
         return Transfer(self.runtime.device)
 
     def evaluate(
-        self, chosen: EvaluationSet, batch: int, steps_done: int, may_preempt: bool = False
-    ) -> Evaluation | None:
-        """Evaluate the weights and log the result. `batch`: samples of a forward, unless the set has its own.
+        self, sets: Sequence[EvaluationSet], batch: int, steps_done: int, may_preempt: bool = False
+    ) -> list[Evaluation] | None:
+        """Evaluate the weights on one set after the other, and log the results.
 
-        With `may_preempt` all ranks stop when one is preempted, and None is returned.
+        `batch` is the number of samples of a forward, unless a set has its own. With `may_preempt` all ranks stop when
+        one is preempted, and None is returned.
         """
-        began = time.perf_counter()
-        evaluation = self.measure(chosen, batch, steps_done, may_preempt)
+        evaluations = []
+        for chosen in sets:
+            began = time.perf_counter()
+            evaluation = self.measure(chosen, batch, steps_done, may_preempt)
 
-        # A preempted evaluation is repeated after the resume, and logged then.
-        if evaluation is not None:
+            # A preempted evaluation is repeated after the resume, and logged then.
+            if evaluation is None:
+                return None
+
             self._log(evaluation, chosen, time.perf_counter() - began)
+            evaluations.append(evaluation)
 
-        return evaluation
+        return evaluations
 
     def measure(
         self, chosen: EvaluationSet, batch: int, steps_done: int, may_preempt: bool = False
     ) -> Evaluation | None:
-        """Do what `evaluate` does, without a record."""
+        """Evaluate the weights on one set, as `evaluate` does, and log nothing."""
         # A set may have a batch size of its own, such as one of long samples.
         batch = chosen.batch or batch
 
@@ -228,7 +234,7 @@ class Evaluator:
         self.runtime.heartbeat.beat("evaluate", steps_done)
         check_data(chosen.dataset, chosen.name)
 
-        # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
+        # Buffers differ between ranks. Evaluate with the buffers that a checkpoint would save.
         self.driver.sync_buffers()
 
         metrics = MetricStates(chosen.metrics, self.runtime.device)
@@ -269,21 +275,6 @@ class Evaluator:
         metrics.update(loss.outputs)
         return [*(name for name, *_ in metric_terms(loss)), *metrics.results()]
 
-    def evaluate_all(
-        self, sets: Sequence[EvaluationSet], batch: int, steps_done: int, may_preempt: bool = False
-    ) -> list[Evaluation] | None:
-        """Evaluate on one set after the other; None if a preemption interrupted one of them."""
-        evaluations = []
-
-        for chosen in sets:
-            evaluation = self.evaluate(chosen, batch, steps_done, may_preempt)
-            if evaluation is None:
-                return None
-
-            evaluations.append(evaluation)
-
-        return evaluations
-
     def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
         # The usual case, one set that is monitored, has no fields for that.
         fields = {key: value for key, value in vars(evaluation).items() if key not in ("steps_done", "name")}
@@ -292,7 +283,7 @@ class Evaluator:
         self.recorder.event("eval", step=evaluation.steps_done, **fields, **named, **followed, seconds=seconds)
 
     def _split(self, length: int, batch: int) -> tuple[list[range], list[range]]:
-        """Return the samples of each of this rank's batches, and those of batches that it only repeats."""
+        """Return the samples of each of this rank's batches, and of the batches that it only repeats."""
         # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
         role = self.driver.role
 

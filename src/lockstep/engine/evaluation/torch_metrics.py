@@ -66,7 +66,7 @@ class MetricStates:
         return results
 
     def _exchange(self, parts: list[Any], collectives: Collectives) -> None:
-        """Replace the states of this rank by those of all ranks together."""
+        """Replace the states of this rank by the combined states of all ranks."""
         # Lists of tensors, such as scores to sort, have different lengths on each rank. One tensor is a list of one.
         states = [(part, name) for part in parts for name in part._defaults]
         lists = [_as_list(getattr(part, name)) for part, name in states]

@@ -1,4 +1,4 @@
-"""The hooks of a run: those of the task first, then those of each callback, in the order of the list.
+"""The hooks of a run: first the task's, then each callback's, in the order of the list.
 
 Hooks are found once, at the start. A run without hooks makes no calls for them.
 """
@@ -211,7 +211,7 @@ def _own_name(callback: Any) -> str | None:
 
 
 def _check_shared_name(name: str, callbacks: Sequence[Any]) -> None:
-    """Raise if several callbacks have one name. Only those of one class that have no name of their own may share it."""
+    """Raise if several callbacks have one name. Callbacks of one class without a name of their own may share it."""
     kinds = {type(callback) for callback in callbacks}
     if len(callbacks) > 1 and (len(kinds) > 1 or any(map(_own_name, callbacks))):
         raise UserError(

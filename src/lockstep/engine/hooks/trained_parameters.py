@@ -41,7 +41,7 @@ class TrainedParameters:
 
 
 def _ask(hook: Hook, names: Sequence[str]) -> Mapping[str, int]:
-    """Return what a hook `first_steps` returns, after checking it."""
+    """Return the result of a hook `first_steps` after checking it."""
     steps = hook.call(names)
     if not isinstance(steps, Mapping):
         raise UserError(

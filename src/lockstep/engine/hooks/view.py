@@ -49,7 +49,7 @@ class BuiltRunView:
     def lr(self) -> float:
         return float(self._started("lr").stepper.lr)
 
-    # ---- what it trains ----
+    # ---- the model and the optimizers ----
 
     @property
     def model(self) -> nn.Module:
@@ -59,7 +59,7 @@ class BuiltRunView:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._started("optimizers").trained_model.optimizers.all
 
-    # ---- what a hook may ask for ----
+    # ---- requests of a hook ----
 
     def log(self, name: str, value: Number, weight: Weight = 1) -> None:
         """Add to a metric of the next log line: a sum of `weight` terms, or one value."""
@@ -126,7 +126,7 @@ class BuiltRunView:
         if run is None or run.gathering.batches_are_whole:
             return 0
 
-        # Not that of another micro-batch, where the ranks may have had other numbers of rows.
+        # In another micro-batch the ranks may have had other numbers of rows, so its offset is none for this one.
         offset = run.stepper.progress.row_offset
         if offset is None:
             raise UserError(
@@ -146,7 +146,7 @@ class BuiltRunView:
         return run.stepper.progress.micro
 
     def _started(self, name: str) -> Run:
-        """Return the Run, or raise if it does not exist yet. `name` is what the user's code has asked for."""
+        """Return the Run, or raise if it does not exist yet. `name` is the attribute that the user's code reads."""
         run = self._builder.run
         if run is None:
             raise UserError(

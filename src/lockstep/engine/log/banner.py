@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.loading.resume import Resumed
     from lockstep.observe.run_folder import RunFolder
 
-MAX_PIDS = 16  # at most this many are listed
+MAX_PIDS = 16  # the banner lists at most this many
 
 
 def describe_run(
@@ -116,7 +116,7 @@ def _pids(runtime: Runtime) -> str:
 
 def _parameters(model: nn.Module) -> str:
     """`1,234 trainable, 567 frozen and not reduced`"""
-    # numel() of a sharded parameter (a DTensor) is that of the full tensor.
+    # numel() of a sharded parameter (a DTensor) counts the full tensor.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
@@ -136,7 +136,7 @@ def _batch(plan: Plan) -> str:
 
 def _data(plan: Plan, config: RunConfig) -> str:
     """`1,000 samples, 16 steps an epoch; 100 steps = 6.25 epochs`"""
-    # A source without a length has no number of steps per epoch. It may describe itself (`BatchSource.about`).
+    # A source without a length has no number of steps per epoch. It may describe itself (`BatchSource.banner`).
     if plan.steps_per_epoch is None or plan.samples is None:
         return f"a batch source, {plural(plan.steps, 'step')}"
 
@@ -158,7 +158,7 @@ def _data(plan: Plan, config: RunConfig) -> str:
 
 def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     """Return the rates at the landmarks of the schedule, and the rule by which they were scaled."""
-    landmarks = rate.describe()
+    landmarks = rate.banner()
     if config.lr.scaling == "none":
         return landmarks
 

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from lockstep.engine.step import Stepper
+from lockstep.observe.metrics import Interval
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import JsonlSink
@@ -44,13 +45,14 @@ class SampleLog(StepPart):
 
 
 class StepLog:
-    """Writes log lines, and begins the intervals that they cover.
+    """Writes log lines. It owns the interval that the next one covers.
 
     A line is due after every `log.every` steps and after the last one. It is written later, when the user's code has
     logged what belongs to the step.
     """
 
-    def __init__(self, every: int, plan: Plan, stepper: Stepper, recorder: Recorder):
+    def __init__(self, every: int, plan: Plan, stepper: Stepper, interval: Interval, recorder: Recorder):
+        self.interval = interval  # since the last line
         self._every = every
         self._plan = plan
         self._stepper = stepper
@@ -64,17 +66,15 @@ class StepLog:
         """Add to a metric of the next line."""
         # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
         self._stepper.context.metric_names.see([name])
-        self._stepper.interval.sums.add([], [(name, total, weight)])
+        self.interval.sums.add([], [(name, total, weight)])
 
     def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
-        """Count a step. `result` is the newest known result, which is that of the step itself if it is the last."""
-        interval = self._stepper.interval
-        interval.steps += 1
-        interval.samples += samples
+        """Count a step. `result` is the newest known result, which is the step's own if it is the last step."""
+        self.interval.steps += 1
+        self.interval.samples += samples
         self._newest = result
 
-        # Between two lines, the one before may be ready by now: its sums come from the device without anything waiting
-        # for them.
+        # Otherwise the line before may be ready by now: nothing waits for its sums to come from the device.
         if is_last or self._stepper.counters.steps_done % self._every == 0:
             self.line_due = True
         else:
@@ -87,7 +87,7 @@ class StepLog:
 
     def write_rest(self, last: StepResult | None) -> None:
         """Write the line of steps that have none yet: those before a `break` in a custom loop. Collective."""
-        if self._stepper.interval.steps:
+        if self.interval.steps:
             self._write(last or self._newest)
 
     def _write(self, result: StepResult | None) -> None:
@@ -95,7 +95,11 @@ class StepLog:
         self.line_due = False
         stepper = self._stepper
         steps_done = stepper.counters.steps_done
-        numbers: dict[str, Any] = {"step": steps_done, "lr": float(stepper.lr), "skipped": stepper.outcomes.skipped}
+        numbers: dict[str, Any] = {
+            "step": steps_done,
+            "lr": float(stepper.lr),
+            "skipped": stepper.outcome_handler.skipped,
+        }
 
         # Numbers that not every run has.
         if result is not None:
@@ -115,11 +119,9 @@ class StepLog:
             names.agree(self._collectives)
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
-        # On a GPU the outcome of a step is known one step later. So the sums may lack the last step of this interval,
-        # and hold the last one of the interval before.
+        # On a GPU they may lack the losses of the last step.
         unread = int(stepper.awaits_outcome)
-        self._recorder.end_interval(stepper.interval, unread, names.known, numbers)
-        stepper.interval = stepper.interval.following(unread)
+        self._recorder.end_interval(self.interval, unread, names.known, numbers)
 
     # ---- checkpoints ----
 
@@ -129,11 +131,12 @@ class StepLog:
         if self._collectives.any(bool(names.unshared)):
             names.agree(self._collectives)
 
-        return {"interval": self._stepper.interval.state_dict(names.known, self._collectives)}
+        return {"interval": self.interval.state_dict(names.known, self._collectives)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to the interval in a checkpoint, which has the outcomes of all its steps."""
+        self.interval.restart()
         saved = state.get("interval")
         if saved is not None:
             self._stepper.context.metric_names.restore(saved["names"])
-            self._stepper.interval.load_state_dict(saved, self._collectives)
+            self.interval.load_state_dict(saved, self._collectives)

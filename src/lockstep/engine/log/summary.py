@@ -29,7 +29,7 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
         "task": run.name,
         "step": counters.steps_done,
         "applied": counters.steps_applied,
-        "skipped": run.stepper.outcomes.skipped,
+        "skipped": run.stepper.outcome_handler.skipped,
         "seconds": run.seconds,
         **losses,
         "eval_metrics": metrics,

@@ -1,4 +1,4 @@
-"""Floating-point operations: those of a forward, and the most that a device does per second."""
+"""Floating-point operations: how many a forward has, and how many a device can do per second."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.parallel.calls.chain import run_eagerly
+from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.progress import StepProgress
@@ -18,7 +18,7 @@ from lockstep.task import MicroBatch
 
 MATRIX = {"cuda": 8192, "cpu": 1024}  # rows of the matrices whose product sets the peak
 REPEATS = 10
-BACKWARD = 2.0  # operations of a backward, in those of its forward
+BACKWARD = 2.0  # a backward has this many times the operations of its forward
 
 
 class StepFlops(StepPart):
@@ -85,17 +85,17 @@ def matmul_rate(device: torch.device) -> float:
 
     for _ in range(REPEATS):
         # A GPU only queues the product, so wait before and after it.
-        _wait(device)
+        wait_for_device(device)
         began = time.perf_counter()
         a @ a
-        _wait(device)
+        wait_for_device(device)
         best = min(best, time.perf_counter() - began)
 
     # Each of the size^2 results needs `size` multiplications and as many additions.
     return 2 * size**3 / best
 
 
-def _wait(device: torch.device) -> None:
-    """Wait until the device has done what was launched. A CPU has by the time a call returns."""
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has finished all launched work. On a CPU a call returns when it has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

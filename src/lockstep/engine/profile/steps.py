@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.engine.profile.flops import StepFlops, matmul_rate
 from lockstep.engine.profile.tracer import StepTracer
 from lockstep.engine.run import Run
-from lockstep.observe.profile.merge import mean_kinds, merge, warnings
+from lockstep.observe.profile.merge import mean_kinds, mean_over_ranks, merge, warnings
 from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.step_parts import StepPart
 from lockstep.run_folder.names import PROFILE
@@ -55,13 +55,13 @@ class ProfiledSteps(StepPart):
 
     def after_maintenance(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
-        # A run that ends early, after a signal for example, keeps what was traced until then.
+        # A run that ends early, after a signal for example, keeps the steps that were traced until then.
         run, tracer = self._run, self._tracer
         last = run.steps_done >= run.plan.steps or run.requests.is_stopping
         if not tracer.active or not (tracer.steps == self._steps or last):
             return
 
-        # What is done here is no part of the step: its time is left out of the metrics.
+        # The following work is no part of the step: its time is left out of the metrics.
         began = time.perf_counter()
         folder = run.folder.path / PROFILE
         folder.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ class ProfiledSteps(StepPart):
             self._write(folder, ranks)
 
         self._report(ranks)
-        run.stepper.interval.exclude(time.perf_counter() - began)
+        run.log.interval.exclude(time.perf_counter() - began)
 
     def _stop(self, folder: Path) -> dict[str, Any]:
         """End this rank's trace, write it, and return its breakdown with the operations of a step."""
@@ -81,7 +81,7 @@ class ProfiledSteps(StepPart):
         self._steps = None  # one trace in a run
 
         # After the trace, of which the counted forward is no part. It may draw random numbers, for dropout, and the
-        # steps after a profile must be those of a run without one.
+        # steps after a profile must be the same as without one.
         with preserve_rng(run.runtime.device):
             mine["flops"] = self._flops.of_step(len(run.stepper.progress.micro_batches))
 
@@ -104,23 +104,22 @@ class ProfiledSteps(StepPart):
         (folder / "breakdown.json").write_text(json.dumps(record, indent=1))
 
     def _report(self, ranks: list[dict[str, Any]]) -> None:
-        """Record what the steps went into, and what to do about it."""
+        """Record where the time of the steps went, with advice."""
         # Means over the ranks, in milliseconds. What takes no time, such as communication on one rank, is left out.
         kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
-        facts: dict[str, Any] = {"ms_per_step": kinds, "overlap_fraction": round(_mean(ranks, "overlap_fraction"), 3)}
+        facts: dict[str, Any] = {
+            "ms_per_step": kinds,
+            "overlap_fraction": round(mean_over_ranks(ranks, "overlap_fraction"), 3),
+        }
 
         # Numbers that not every run has: the operations may be unknown, and a CPU has no kernels to be busy with.
         if all(rank.get("mfu") for rank in ranks):
-            facts["mfu"] = round(_mean(ranks, "mfu"), 4)
+            facts["mfu"] = round(mean_over_ranks(ranks, "mfu"), 4)
 
         if ranks[0]["busy"] is not None:
-            facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
+            facts["gpu_busy"] = round(mean_over_ranks(ranks, "busy"), 3)
 
         step = self._run.steps_done
         self._run.recorder.event("profile", step=step, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
             self._run.recorder.event("warning", step=step, reason=reason)
-
-
-def _mean(ranks: list[dict[str, Any]], key: str) -> float:
-    return sum(rank[key] for rank in ranks) / len(ranks)

@@ -11,11 +11,11 @@ import json
 import time
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.engine.profile.flops import wait_for_device
 from lockstep.engine.run import Run
-from lockstep.observe.profile.timeline import Breakdown, Span, breakdown
+from lockstep.observe.profile.timeline import Breakdown, HostPhase, breakdown
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.task import Loss
@@ -68,7 +68,7 @@ class StepTracer(StepPart):
         self._hook, heartbeat.hook = heartbeat.hook, self._beat
 
         # The first step begins with an idle device.
-        self._wait()
+        wait_for_device(self._runtime.device)
         self._marks = []
         self.active = True
         self.steps = 0
@@ -86,7 +86,7 @@ class StepTracer(StepPart):
         self.mark("framework")
 
     def end_step(self, progress: StepProgress) -> None:
-        """Note that a step has been applied: what follows is the framework's own time."""
+        """Note that a step has been applied: from here on the time is the framework's own."""
         self.steps += 1
         self.mark("framework")
 
@@ -100,7 +100,7 @@ class StepTracer(StepPart):
         assert self._profile is not None, "stop() before start()"
 
         # Work that is still on the device belongs to the steps that are traced.
-        self._wait()
+        wait_for_device(self._runtime.device)
         self.mark("end")
         self.active = False
         self._runtime.heartbeat.hook = self._hook
@@ -111,16 +111,11 @@ class StepTracer(StepPart):
 
         # The phases are one more track of the rank.
         trace = json.loads(file.read_text())
-        spans = self._spans(trace.get("baseTimeNanoseconds", 0))
-        trace["lockstep_spans"] = [(span.start, span.end, span.kind) for span in spans]
+        phases = self._phases(trace.get("baseTimeNanoseconds", 0))
+        trace["lockstep_phases"] = [(phase.start, phase.end, phase.kind) for phase in phases]
 
         file.write_text(json.dumps(trace))
-        return breakdown(trace["traceEvents"], spans, self.steps, self._runtime.on_gpu, self._element_bytes)
-
-    def _wait(self) -> None:
-        """Wait for the device. Host-device synchronisation, at both ends of a trace."""
-        if self._runtime.on_gpu:
-            torch.cuda.synchronize(self._runtime.device)
+        return breakdown(trace["traceEvents"], phases, self.steps, self._runtime.on_gpu, self._element_bytes)
 
     def _beat(self, step: int, phase: str) -> None:
         """Let a beat of the heartbeat leave a mark."""
@@ -128,9 +123,9 @@ class StepTracer(StepPart):
         if self._hook is not None:
             self._hook(step, phase)
 
-    def _spans(self, base: int) -> list[Span]:
-        """Return the marks as spans, in microseconds of the trace's clock."""
+    def _phases(self, base: int) -> list[HostPhase]:
+        """Return the marks as phases, in microseconds of the trace's clock."""
         # The profiler counts from a base of its own.
         times = [((moment - base) / 1e3, kind) for moment, kind in self._marks]
         pairs = itertools.pairwise(times)
-        return [Span(start, end, kind) for (start, kind), (end, _) in pairs if end > start]
+        return [HostPhase(start, end, kind) for (start, kind), (end, _) in pairs if end > start]

@@ -207,7 +207,7 @@ class RunBuilder:
 
         self.on_failure(wrapped.release)
 
-        # The user's function gets what it would get from torch: one optimizer, or a list.
+        # The user's function gets one optimizer, or a list, as it would without Lockstep.
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
         return wrapped, user_schedulers
@@ -238,8 +238,9 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.trained_model.evaluator.evaluate(chosen, batch, steps_done=0)
-        assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
+        evaluations = self.trained_model.evaluator.evaluate([chosen], batch, steps_done=0)
+        assert evaluations is not None, "only an evaluation that may be preempted ends early"
+        self.evaluation = evaluations[0]
         return self.evaluation
 
     def on_failure(self, release: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -52,7 +52,7 @@ def plan_data(data: Any, driver: Driver, config: RunConfig, runtime: Runtime, fo
 def source_options(
     plan: Plan, role: RankRole, config: RunConfig, runtime: Runtime, log_event: EventLogger
 ) -> SourceOptions:
-    """Return what a source must know about the run."""
+    """Return the options of a source in this run."""
     return SourceOptions(
         global_batch=plan.global_batch,
         micro_batch_size=plan.micro_batch,
@@ -93,7 +93,7 @@ def gather_state(collectives: Collectives, state: Any) -> list[Any]:
 
 
 def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> None:
-    """Give a source what it may need of the run: the model, for one that makes its batches with it."""
+    """Attach a source to the run: it may make its batches with the model."""
     role = driver.role
     calls_model = type(source).attach is not BatchSource.attach
     if calls_model and not role.runs_whole_model:

@@ -45,10 +45,7 @@ def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> Non
 def initial_weights(
     driver: Driver, path: Path, config: RunConfig, runtime: Runtime, folder: RunFolder, log_event: EventLogger
 ) -> InitialWeights:
-    """Read the weights at `path` (`init_from`).
-
-    If the run will resume, read only those that its checkpoints leave out.
-    """
+    """Read the weights at `path` (`init_from`). If the run resumes, only what its checkpoints leave out."""
     assert config.init_from is not None
 
     # None reads all weights. If the run resumes, its checkpoint replaces them, except frozen ones that it leaves out.
@@ -72,14 +69,14 @@ def wrap_optimizers(
         check_kind(optimizer)
 
     optimizers = build_optimizers(config, user_optimizers, model)
-    group_line = apply_groups(config.optim.groups, as_list(optimizers), model)
+    group_banner = apply_groups(config.optim.groups, as_list(optimizers), model)
 
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
     shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
     sharded = shards_only_state and not runtime.world.alone
     wrapped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
 
-    wrapped.group_line = group_line
+    wrapped.group_banner = group_banner
 
     # Parameters stored in bfloat16 are updated through float32 copies.
     if precision.rounding:

@@ -29,6 +29,7 @@ from lockstep.engine.setup.data import attach_source, largest_input, plan_data, 
 from lockstep.engine.setup.resumed import continue_plan, last_log_line
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
+from lockstep.observe.metrics import ExactSums, Interval, Sums
 from lockstep.observe.run_folder import write_head
 from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver
@@ -44,8 +45,8 @@ LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 
 def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Collate) -> Run:
-    """Make all that a run needs besides its model, each after what it needs itself, and the Run. Collective."""
-    # A DataLoader may set what the configuration leaves open, so it comes first.
+    """Make a Run and all objects that it needs besides its model, each after those that it uses. Collective."""
+    # A DataLoader may set keys that the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, trained.driver
     for hook in builder.hooks.named("before_batch"):
@@ -54,7 +55,8 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     # The length of the data determines the plan: how a batch is split, and the number of steps.
     plan, source = _open_data(builder, driver, data, collate)
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
-    stepper = _make_stepper(builder, trained, plan)
+    interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums())
+    stepper = _make_stepper(builder, trained, plan, interval)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
@@ -66,7 +68,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     if config.log.samples:
         driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
-    log = StepLog(config.log.every, plan, stepper, builder.recorder)
+    log = StepLog(config.log.every, plan, stepper, interval, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
     # A rewind keeps the elapsed time and the requests.
     loop = checkpoints.state.loop
@@ -107,7 +109,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
 
 def _begin(run: Run, builder: RunBuilder) -> None:
-    """Do what comes between the set-up and the first step. Collective."""
+    """Prepare the first step, after the set-up. Collective."""
     # A custom loop may have loaded weights since `run.setup`.
     average = run.trained_model.average
     if average and not run.resumed:
@@ -131,13 +133,13 @@ def _take_loader(builder: RunBuilder, data: Any, collate: Collate) -> tuple[Any,
     if not isinstance(data, DataLoader) or is_stateful_stream(data):
         return data, collate, {}
 
-    # What the user set elsewhere wins over the loader. The settings of the ranks may differ again after this.
+    # The user's own settings win over the loader. The settings of the ranks may differ again after this.
     taken = take_loader(data, collate)
     builder.resolved = builder.resolved.fill_in("DataLoader", taken.settings)
     check_same_config(builder.config, builder.runtime)
 
     used = {key for key in taken.settings if builder.resolved.sources[key] == "DataLoader"}
-    return taken.data, taken.collate, {"DataLoader": taken.describe(used)}
+    return taken.data, taken.collate, {"DataLoader": taken.banner(used)}
 
 
 def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate) -> tuple[Plan, BatchSource]:
@@ -166,7 +168,7 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
 # ---- the step and its checkpoints ----
 
 
-def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> Stepper:
+def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interval: Interval) -> Stepper:
     """Make the learning rate and the step."""
     rate = make_learning_rate(
         builder.config.lr,
@@ -193,7 +195,7 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> Ste
     # Only a hook that delays parameters makes the step ask which ones it trains.
     delaying = builder.hooks.named("first_steps")
     parameters = TrainedParameters(trained.driver, delaying) if delaying else None
-    return Stepper(context, trained.driver, trained.optimizers, rate, parameters)
+    return Stepper(context, trained.driver, trained.optimizers, rate, interval, parameters)
 
 
 def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
@@ -203,7 +205,7 @@ def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager,
 
 
 def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:
-    """Make what decides when to evaluate, and what follows from evaluations. The clock must be restored by now."""
+    """Make the object that decides when to evaluate, and acts on results. The clock must be restored by now."""
     seconds = builder.clock.seconds
     return Evaluations(
         config=builder.config,
@@ -262,9 +264,9 @@ def _describe(
 
     # The driver, the optimizers and the source may add some.
     facts |= trained.driver.role.banner
-    facts |= trained.optimizers.facts
-    if source.about:
-        facts["data"] = source.about
+    facts |= trained.optimizers.banner
+    if source.banner:
+        facts["data"] = source.banner
 
     return facts
 

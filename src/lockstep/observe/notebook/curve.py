@@ -9,8 +9,8 @@ from lockstep.observe.charts import MAX_POINTS, Point, thinned
 from lockstep.observe.formats import escaped, figures
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH, HEIGHT = 460, 120  # of the SVG, in its own units
-COLOURS = ("#3f51b5", "#2e9e5b", "#c2662d", "#8e44ad")  # of the curves, in order
+WIDTH, HEIGHT = 460, 120  # the size of the SVG, in its own units
+COLOURS = ("#3f51b5", "#2e9e5b", "#c2662d", "#8e44ad")  # the colours of the curves, in order
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -34,7 +34,7 @@ class NotebookDisplay(Display):
         # Points for the whole run: the picture shows only as many as it can.
         self._curves: dict[str, list[Point]] = {"loss": [], "eval_loss": []}
 
-        self._handle: Any = None  # of the output in the cell, once there is one
+        self._handle: Any = None  # the handle of the output in the cell, once there is one
         self._drawn = -math.inf
 
     @never_raises
@@ -97,7 +97,7 @@ class NotebookDisplay(Display):
         self._drawn = time.monotonic()
 
     def _text(self) -> str:
-        """Return what a front end without HTML shows."""
+        """Return the text that a front end without HTML shows."""
         lines = ["  ".join(title_parts(self.start_event)), *self._lines]
         if self.last:
             lines.append(step_line(self))

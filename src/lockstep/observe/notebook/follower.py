@@ -25,7 +25,7 @@ LOOK_S = 0.25
 
 @contextmanager
 def following(run_dir: Path) -> Iterator[None]:
-    """Show what a run writes into its folder while the body runs. What is there already is not shown."""
+    """Show the records that a run writes into its folder while the body runs, and no earlier ones."""
     follower = Follower(run_dir)
 
     over = threading.Event()
@@ -46,7 +46,7 @@ def following(run_dir: Path) -> Iterator[None]:
         over.set()
         thread.join()
 
-        # What was written after the thread's last look.
+        # Records that were written after the thread's last look.
         follower.look()
         follower.close()
 

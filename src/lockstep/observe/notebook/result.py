@@ -57,7 +57,7 @@ def _curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
     """Return the curves from the rows of a history."""
     curves: dict[str, list[Point]] = {}
     for record in history:
-        # The loss of a task's only evaluation set has no other name; that of several sets is `val/loss`.
+        # The loss of a task's only evaluation set has no other name; with several sets it is called `val/loss`.
         losses = {"loss": record.get("loss")}
         for name, value in (record["eval"] or {}).items():
             if name == "loss" or name.endswith("/loss"):

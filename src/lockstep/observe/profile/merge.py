@@ -41,7 +41,7 @@ def merge(files: Sequence[Path], target: Path) -> None:
                 "ts": start + shift,
                 "dur": end - start,
             }
-            for start, end, kind in trace.get("lockstep_spans", [])
+            for start, end, kind in trace.get("lockstep_phases", [])
         ]
 
     with gzip.open(target, "wt", compresslevel=6) as file:
@@ -57,6 +57,11 @@ def _names(rank: int) -> list[dict[str, Any]]:
     ]
 
 
+def mean_over_ranks(ranks: Sequence[dict[str, Any]], key: str) -> float:
+    """Return the mean of a number of the breakdowns of all ranks."""
+    return sum(rank[key] for rank in ranks) / len(ranks)
+
+
 def mean_kinds(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of each kind per step, averaged over the ranks."""
     found = {}
@@ -68,7 +73,7 @@ def mean_kinds(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def warnings(ranks: Sequence[dict[str, Any]]) -> list[str]:
     """Return what a user should know about the breakdowns of all ranks, with advice."""
-    share = sum(rank["communication_share"] for rank in ranks) / len(ranks)
+    share = mean_over_ranks(ranks, "communication_share")
     if share <= COMMUNICATION_LIMIT:
         return []
 

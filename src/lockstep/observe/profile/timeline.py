@@ -1,6 +1,6 @@
 """Computes the breakdown of a trace: pure arithmetic on intervals, without torch.
 
-A trace has the events of torch's profiler and the spans of the host's phases, all in microseconds of one clock. On a
+A trace has the events of torch's profiler and the phases of the host, all in microseconds of one clock. On a
 CPU the work of a phase is the time that the host spends in it. On a GPU the host only enqueues work, so kernels count,
 and each belongs to the phase that launched it. Communication is exposed where nothing is computed at the same time.
 """
@@ -16,7 +16,7 @@ from typing import Any
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
-# What a step consists of, in the order in which it is shown.
+# The parts of a step, in the order in which they are shown.
 KINDS = (
     "data wait",
     "copy",
@@ -50,7 +50,7 @@ ELEMENT_BYTES = {
 
 
 @dataclass(frozen=True)
-class Span:
+class HostPhase:
     """A phase of the host."""
 
     start: float
@@ -69,7 +69,7 @@ class TracedCollective:
 
 @dataclass
 class Breakdown:
-    """The time of a traced window on one rank, in seconds, and what was communicated in it."""
+    """The time of a traced window on one rank, in seconds, and its collectives."""
 
     steps: int
     seconds: float
@@ -109,27 +109,27 @@ class Breakdown:
 
 
 def breakdown(
-    events: Sequence[Event], spans: Sequence[Span], steps: int, on_gpu: bool, element_bytes: int = 4
+    events: Sequence[Event], phases: Sequence[HostPhase], steps: int, on_gpu: bool, element_bytes: int = 4
 ) -> Breakdown:
-    """Return where the time between the first and the last span went.
+    """Return where the time between the first and the last phase went.
 
     The profiler does not say which dtype the lists of tensors have that DDP reduces: `element_bytes` does.
     """
     # From the beginning of the first phase to the end of the last one.
-    spans = sorted(spans, key=lambda span: span.start)
-    window = (spans[0].start, spans[-1].end)
+    phases = sorted(phases, key=lambda phase: phase.start)
+    window = (phases[0].start, phases[-1].end)
 
-    # Events of phase "X" have a duration.
+    # Events of type "X" have a duration.
     complete = [event for event in events if event.get("ph") == "X"]
     analyse = _on_gpu if on_gpu else _on_cpu
-    return analyse(complete, spans, window, steps, element_bytes)
+    return analyse(complete, phases, window, steps, element_bytes)
 
 
 def _on_cpu(
-    events: Sequence[Event], spans: Sequence[Span], window: Interval, steps: int, element_bytes: int
+    events: Sequence[Event], phases: Sequence[HostPhase], window: Interval, steps: int, element_bytes: int
 ) -> Breakdown:
     # The thread that communicates may note the end late; the host had waited for it by the end of its phase.
-    ends = [(span.start, span.end) for span in spans]
+    ends = [(phase.start, phase.end) for phase in phases]
     talking = [_ending_with(_interval(event), ends) for event in events if _is_gloo(event)]
     communication = clip(union(talking), window)
 
@@ -139,19 +139,19 @@ def _on_cpu(
 
     # A phase is charged for its own time, without the communication that it waits for.
     kinds = dict.fromkeys(KINDS, 0.0)
-    for span in spans:
-        inside = (span.start, span.end)
-        kinds[span.kind] += length([inside]) - length(clip(exposed, inside))
+    for phase in phases:
+        inside = (phase.start, phase.end)
+        kinds[phase.kind] += length([inside]) - length(clip(exposed, inside))
 
     kinds["exposed communication"] += length(exposed)
 
-    # What lies between two spans is ours as well.
+    # What lies between two phases is ours as well.
     kinds["framework"] += max(0.0, length([window]) - sum(kinds.values()))
     return _make(kinds, window, steps, communication, exposed, collectives_of(events, window, element_bytes))
 
 
 def _on_gpu(
-    events: Sequence[Event], spans: Sequence[Span], window: Interval, steps: int, element_bytes: int
+    events: Sequence[Event], phases: Sequence[HostPhase], window: Interval, steps: int, element_bytes: int
 ) -> Breakdown:
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memset")]
     copies = union(_interval(event) for event in events if event.get("cat") == "gpu_memcpy")
@@ -169,19 +169,19 @@ def _on_gpu(
     # A kernel belongs to the phase in which the host launched it.
     launched = {_correlation(event): float(event["ts"]) for event in events if _is_launch(event)}
 
-    starts = [span.start for span in spans]
+    starts = [phase.start for phase in phases]
     by_kind: dict[str, list[Interval]] = {}
 
     for event in own:
         moment = launched.get(_correlation(event), float(event["ts"]))
-        kind = spans[max(0, bisect_right(starts, moment) - 1)].kind
+        kind = phases[max(0, bisect_right(starts, moment) - 1)].kind
         by_kind.setdefault(kind, []).append(_interval(event))
 
     # Kernels of several streams may overlap. Each moment counts once, for the kind that comes first.
     kinds = dict.fromkeys(KINDS, 0.0)
     taken: list[Interval] = []
     for kind, intervals in by_kind.items():
-        # What an earlier kind has taken is not counted again.
+        # Time that an earlier kind has taken is not counted again.
         mine = subtract(union(intervals), taken)
         kinds[kind] += length(mine)
         taken = union([*taken, *mine])
@@ -194,7 +194,7 @@ def _on_gpu(
     # The device is idle where the host waits for data, or where it launches too slowly.
     active = union([*taken, *copies, *communication])
     idle = subtract([window], active)
-    waiting = union((span.start, span.end) for span in spans if span.kind == "data wait")
+    waiting = union((phase.start, phase.end) for phase in phases if phase.kind == "data wait")
 
     kinds["data wait"] += length(intersect(idle, waiting))
     kinds["framework"] += length(subtract(idle, waiting))
@@ -271,10 +271,10 @@ def _correlation(event: Event) -> Any:
     return event.get("args", {}).get("correlation")
 
 
-def _ending_with(interval: Interval, spans: Sequence[Interval]) -> Interval:
-    """Return the interval, cut at the end of the span in which it began."""
-    index = bisect_right(spans, (interval[0], math.inf)) - 1
-    return (interval[0], min(interval[1], spans[index][1])) if index >= 0 else interval
+def _ending_with(interval: Interval, phases: Sequence[Interval]) -> Interval:
+    """Return the interval, cut at the end of the phase in which it began."""
+    index = bisect_right(phases, (interval[0], math.inf)) - 1
+    return (interval[0], min(interval[1], phases[index][1])) if index >= 0 else interval
 
 
 def _interval(event: Event) -> Interval:

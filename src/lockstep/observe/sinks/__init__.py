@@ -93,7 +93,7 @@ class RunJsonl(Sink):
 
 
 class SinkList:
-    """The sinks that a run asks for by name, and those that the platform offers. One that fails never stops the run."""
+    """The sinks that a run names, and the sinks that the platform offers. One that fails never stops the run."""
 
     def __init__(self, names: Iterable[str], run_dir: Path | None, report: Callable[[str], None]):
         """Open the sinks. `report` gets one line for each sink that fails later.

@@ -65,7 +65,7 @@ class KubeflowSink(Sink):
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record. Only those that change the progress lead to a new status."""
+        """Take a record. Only a record that changes the progress leads to a new status."""
         match record.get("event"):
             case "start":
                 self._progress.total_steps = int(record["steps"])

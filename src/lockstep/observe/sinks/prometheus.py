@@ -47,7 +47,7 @@ class PrometheusSink(Sink):
             self._server = self._serve()
 
     def close(self) -> None:
-        """Stop the server. Prometheus keeps what it has read."""
+        """Stop the server. Prometheus keeps the numbers that it has read."""
         if self._server is not None:
             # First stop serving, then free the port.
             self._server.shutdown()

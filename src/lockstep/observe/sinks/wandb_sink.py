@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lockstep.observe.sinks.run_facts import RUN_ID, run_id, settings_of
 from lockstep.observe.sinks.scalars import scalars
-from lockstep.observe.sinks.sink import Sink
+from lockstep.observe.sinks.sink import ServiceSink
 
 
-class WandbSink(Sink):
+class WandbSink(ServiceSink):
     """Sends the numbers of a run to Weights & Biases; offline they are kept in `wandb/` in the run folder."""
 
     package = "wandb"
     files = ("wandb", RUN_ID)
 
-    def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
-        self._run: Any = None
-
     def write(self, record: Mapping[str, Any]) -> None:
         numbers = scalars(record)
         if numbers:
-            self._open().log({**numbers, "step": record["step"]})
+            self._run.log({**numbers, "step": record["step"]})
 
         # Alerts reach people by mail or chat, as they have set it up there.
         match record.get("event"):
             case "warning":
-                self._open().alert(title="warning", text=str(record.get("reason")), level="WARN")
+                self._run.alert(title="warning", text=str(record.get("reason")), level="WARN")
             case "error":
-                self._open().alert(title=str(record.get("type")), text=str(record.get("message")), level="ERROR")
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+                self._run.alert(title=str(record.get("type")), text=str(record.get("message")), level="ERROR")
 
     def _open(self) -> Any:
-        if self._run is not None:
-            return self._run
-
         import wandb
 
-        run = self._run = wandb.init(
+        run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "lockstep"),
             name=self._run_dir.resolve().name,
             id=run_id(self._run_dir),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,21 @@ Pattern = tuple[bool, ...]  # whether the backward passes a gradient to each dif
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module except its parameters, buffers, submodules and hooks."""
     return {name: value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES}
+
+
+@contextmanager
+def restore_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Return a context after which each module is in the mode that it was in before.
+
+    `model.train()` would not do: some modules may be in eval mode on purpose, and a module may override `train`.
+    """
+    modes = [(module, module.training) for module in modules]
+
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 # ---- snapshots ----

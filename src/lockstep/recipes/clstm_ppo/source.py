@@ -115,7 +115,7 @@ class Rollouts(BatchSource):
         # For each cohort of all ranks the sum and the weight of the KL divergence in this epoch.
         count = -(-context.global_batch // context.micro_batch_size)
         self.kl = torch.zeros(count, 2, dtype=torch.float64, device=context.device)
-        self.about = (
+        self.banner = (
             f"rollouts of {self.options.rollout} days in {self.environments} environments, up to "
             f"{context.micro_batch_size * self.options.minibatches} at a time; at most {self.options.steps} steps from "
             "each"
@@ -142,8 +142,8 @@ class Rollouts(BatchSource):
         if self.days is None:
             self._collect()
 
-        micros = [self._micro_batch(local) for local in range(len(self.cohorts))]
-        return StepBatches(len(micros), micros, self.context.global_batch)
+        micro_batches = [self._micro_batch(local) for local in range(len(self.cohorts))]
+        return StepBatches(len(micro_batches), micro_batches, self.context.global_batch)
 
     def note_kl(self, cohort: int, total: Tensor, weight: int) -> None:
         """Add the KL divergence of a micro-batch: how far the policy has moved from the one that traded."""

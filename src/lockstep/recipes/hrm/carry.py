@@ -24,12 +24,12 @@ class Carry:
     """The slots of one rank. A micro-batch is named by its first slot."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Slots] = {}  # by the first slot of a micro-batch
+        self._held: dict[int, Slots] = {}  # the slots of each micro-batch, by its first slot
         self._restored: Slots = {}  # all slots of a checkpoint, until the first step after it has ended
         self._first_step = True
 
     def take(self, first: int, count: int) -> Slots | None:
-        """Return what the `count` slots from `first` on hold, or None if they are still empty."""
+        """Return the contents of the `count` slots from `first` on, or None if they are still empty."""
         # The usual case: the same micro-batch as in the step before.
         if first in self._held and len(self._held[first]["steps"]) == count:
             return self._held[first]

@@ -77,7 +77,7 @@ class ModelConfig(HRMOptions):
     symbols: int  # V, including the padding symbol 0
     cells: int  # S
     puzzle_ids: int = 1  # rows of the table of puzzle vectors
-    expansion: float = 4.0  # of the gated MLPs
+    expansion: float = 4.0  # the expansion of the gated MLPs
 
     layers: int = 4
     h_cycles: int = 2

@@ -24,7 +24,7 @@ WALL, FREE, START, GOAL, WAY = 1, 2, 3, 4, 5  # symbols of a maze
 DIRECTIONS = ((-1, 0), (0, -1), (0, 1), (1, 0))
 MAZE_TRIES = 2000  # grids that are generated for one maze before giving up
 
-COLOURS = 6  # of an id grid
+COLOURS = 6  # the number of colours of an id grid
 ID_CELLS = 16
 
 Cell = tuple[int, int]  # row and column

@@ -58,7 +58,7 @@ class Solver:
     def __init__(self, n: int, rng: random.Random | None = None):
         self.units, self.peers = units_and_peers(n)
         self.every_digit = (1 << n) - 1  # the candidates of an empty cell
-        self.rng = rng  # without one, cells and digits are tried in their order
+        self.rng = rng  # without a generator, cells and digits are tried in their order
         self.guesses = 0  # so far: a measure of the difficulty
 
     def solutions(self, grid: Grid, most: int = 2) -> list[Grid]:

@@ -14,7 +14,7 @@ import torch
 from lockstep.recipes.latent_wire.worlds import MARKS, Drawn, World
 
 MODES = ("context", "prompt")
-WORD_BYTES = 8  # of the tokenizer `bytes`, including at least one blank at the end
+WORD_BYTES = 8  # the bytes of a word for the tokenizer `bytes`, including at least one blank at the end
 Batch = dict[str, torch.Tensor]
 
 

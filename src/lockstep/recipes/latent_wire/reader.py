@@ -28,7 +28,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class LayerAdditions:
-    """What trained modules add to one layer, whose own weights stay as they are."""
+    """The additions of trained modules to one layer, whose own weights stay as they are."""
 
     prefix: tuple[Tensor, Tensor] | None = None  # keys and values (B, H, M, D) that every position can attend to
     qkv: Callable[[Tensor], Tensor] | None = None  # added to the layer's queries, keys and values, from the same input
@@ -96,7 +96,7 @@ class Near(nn.Module):
     def __init__(self, width: int, count: int):
         super().__init__()
         self.norm = nn.RMSNorm(width, EPS)
-        self.weight = nn.Parameter(torch.zeros(count, width))  # at first nothing is mixed
+        self.weight = nn.Parameter(torch.zeros(count, width))  # zeros: at first nothing is mixed
 
     def forward(self, x: Tensor) -> Tensor:
         T = x.shape[1]

@@ -29,7 +29,7 @@ from lockstep.recipes.latent_wire.reader import Reader, ReaderShape
 from lockstep.recipes.latent_wire.wire import from_text
 from lockstep.recipes.latent_wire.worlds import Drawn, World
 
-VERSION = 3  # of the training: part of the key under which a reader is stored
+VERSION = 3  # the version of the training: part of the key under which a reader is stored
 VALIDATION_CONTEXTS = 256
 STEPS_PER_DRAW = 16  # steps whose sequences are drawn together
 
@@ -295,7 +295,7 @@ def sequence_words(drawn: Drawn) -> np.ndarray:
 
 
 def sequence_layout(drawn: Drawn, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return what is the same in every sequence.
+    """Return the tensors that are the same in every sequence.
 
     That is the columns of the tokenizer's table that are tokens (a mark has fewer than a word), and the positions of
     the answers' tokens in a sequence.

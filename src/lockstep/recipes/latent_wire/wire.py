@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, cross_attend, decode
 from lockstep.recipes.latent_wire.reader_additions import Additions
 
-SLOPE = 8.0  # of the first head: how much its attention falls with the distance from a query's centre
+SLOPE = 8.0  # how much the first head's attention falls with the distance from a query's centre
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +183,11 @@ class Adapter(nn.Module):
 
 @dataclass
 class Read:
-    """What one reader made of a batch through the wire, and the extra losses of its parts."""
+    """The result of one reader for a batch through the wire, and the extra losses of its parts."""
 
     answered: Answered  # (B * Q,) rows
     gist: Tensor | None  # the error of the rebuilt text, one for each wire
-    drift: Tensor  # of the adapter's size
+    drift: Tensor  # the drift of the adapter's size
     seen: Tensor  # (rows, M, Z), the vectors that this reader got
     written: Tensor | None = None  # (B * Q, tokens), the answers by greedy decoding
 

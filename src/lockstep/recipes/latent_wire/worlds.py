@@ -63,7 +63,7 @@ COLOURS = ("red", "green", "blue", "yellow", "purple", "white")
 OBJECTS = ("ball", "chair", "drum", "flute", "glove", "hammer", "lamp", "mirror")
 PLACES = ("attic", "barn", "cellar", "garden", "kitchen", "office")
 ASKED = ("colour", "item", "place", "who")
-KINDS = len(ASKED)  # of questions about one fact
+KINDS = len(ASKED)  # the kinds of questions about one fact
 
 # A look is a colour and a place: the ways in which a person can have a thing. No two splits share one.
 LOOKS = len(COLOURS) * len(PLACES)
@@ -165,7 +165,7 @@ NEUTRAL = (
 ASK, MARK, BLANK = "topic", "?", "--"
 SHORTEST, LONGEST = 12, 20  # words of a sentence; shorter ones are filled up with blanks
 LEADING = (3, 5)  # the fewest and the most words of the sentence's topic
-STRAY = 6  # at most this many words of other topics, two of each
+STRAY = 6  # a text has at most this many words of other topics, two of each
 EACH = len(TELLING) // len(TOPICS)  # words of a topic
 
 

@@ -66,7 +66,7 @@ class Sizes(CaptionerOptions):
 
 @dataclass
 class LayerCache:
-    """What one decoder layer has computed so far: its own keys and values, and those of the memory."""
+    """The cache of one decoder layer: its own keys and values, and those of the memory."""
 
     own: KeysAndValues = ()
     memory: KeysAndValues = ()

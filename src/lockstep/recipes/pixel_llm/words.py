@@ -20,7 +20,7 @@ class Words:
         self.words = (*SPECIAL, *dict.fromkeys(words))
         self._id_of = {word: number for number, word in enumerate(self.words)}
 
-        self.longest = longest  # in words, without <bos> and <eos>
+        self.longest = longest  # the words of the longest caption, without <bos> and <eos>
         self.length = longest + 1  # positions that a model reads, and positions that it writes: the words and one mark
 
     @classmethod

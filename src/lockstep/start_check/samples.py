@@ -32,7 +32,7 @@ class Samples:
         self._collate = collate
         self.count = count
 
-        # What a `__getitems__` returns may be neither: a batch that the task's collate still gets.
+        # A `__getitems__` may return neither, but a batch that the task's collate still gets.
         self.is_collated = collate is None
         self.is_list = collate is not None and isinstance(samples, list) and len(samples) == count
         self.can_be_split = self.is_list or _has_one_row_per_sample(samples, count)

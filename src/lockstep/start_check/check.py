@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lockstep.causes import Cause, in_own_loop, named
+from lockstep.causes import Cause, named
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource
-from lockstep.engine.hooks.calls import overridden
-from lockstep.engine.start_check import data
-from lockstep.engine.start_check.alone import as_one_rank
-from lockstep.engine.start_check.mistakes import (
+from lockstep.errors import UserError
+from lockstep.parallel.calls.chain import run_eagerly
+from lockstep.parallel.micro_batches import MicroBatchDriver
+from lockstep.parallel.sharded import RanksDiffer
+from lockstep.runtime.seeds import preserve_rng, rng_states
+from lockstep.start_check import data
+from lockstep.start_check.alone import as_one_rank
+from lockstep.start_check.checked_run import CheckedRun
+from lockstep.start_check.mistakes import (
     Measurement,
     Tolerance,
     judge_changes,
@@ -35,18 +40,10 @@ from lockstep.engine.start_check.mistakes import (
     mismatched_gradients,
     same_loss,
 )
-from lockstep.engine.start_check.probe import Inconclusive, Probe, has_statistics, without_batch_statistics
-from lockstep.engine.start_check.random_numbers import used_generators
-from lockstep.engine.start_check.samples import Samples, read_samples, read_stream_samples
-from lockstep.engine.start_check.snapshot import CheckSnapshot
-from lockstep.errors import UserError
-from lockstep.parallel.calls.chain import run_eagerly
-from lockstep.parallel.micro_batches import MicroBatchDriver
-from lockstep.parallel.sharded import RanksDiffer
-from lockstep.runtime.seeds import preserve_rng, rng_states
-
-if TYPE_CHECKING:
-    from lockstep.engine.run import Run  # which calls this check
+from lockstep.start_check.probe import Inconclusive, Probe, without_batch_statistics
+from lockstep.start_check.random_numbers import used_generators
+from lockstep.start_check.samples import Samples, read_samples, read_stream_samples
+from lockstep.start_check.snapshot import CheckSnapshot
 
 # The check uses a quarter of a micro-batch, because it makes several calls: one half twice, the whole batch, and two
 # pairs of halves. Below MIN_SAMPLES a half would be a single sample, for which many losses behave differently.
@@ -59,7 +56,7 @@ NOT_REPEATABLE = ("randomness", "nondeterminism", "carried-state")
 NEVER_ACCEPTED = ("data", "augmentation", "left-gradient")
 
 
-def find_cause(run: Run, task: Any) -> Cause | None:
+def find_cause(run: CheckedRun, task: Any) -> Cause | None:
     """Return the mistake that was found in the loss or its data, or None. Collective.
 
     `task` is None in a custom loop. Its loss cannot be called from here, so only the data is compared.
@@ -70,13 +67,13 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         return None
 
     if not isinstance(source, MapSource | EpochSource):
-        _note(run, f"a {type(source).__name__} makes its own batches")
+        run.note(f"a {type(source).__name__} makes its own batches")
         return None
 
     run.runtime.heartbeat.beat("build")
     with preserve_rng(run.runtime.device):
         # Never more than a micro-batch: with micro_batch=1 the loss may not support two samples.
-        micro_batch = run.plan.micro_batch
+        micro_batch = run.micro_batch_size
         count = min(micro_batch, max(MIN_SAMPLES, micro_batch // 4), MAX_SAMPLES)
 
         samples = None
@@ -94,7 +91,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
                 return cause
 
         # The rest calls the loss.
-        if task is None or not _can_call(run, task):
+        if task is None or not _can_call(run):
             return None
 
         if isinstance(source, EpochSource):
@@ -103,7 +100,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         # One rank alone may fail to read its samples, and forwards may be collective: either all ranks go on or none.
         reasons = run.runtime.collectives.gather_json(_reason_to_skip(samples))
         if any(reasons):
-            _note(run, next(filter(None, reasons)))
+            run.note(next(filter(None, reasons)))
             return None
 
         cause, measured, reason = _measure_and_judge(run, task, samples)
@@ -113,29 +110,6 @@ def find_cause(run: Run, task: Any) -> Cause | None:
             measured = None
 
     return _combine_ranks(run, cause, measured, reason)
-
-
-def snapshot_for_own_loop(run: Run) -> CheckSnapshot | None:
-    """Return a snapshot of the state before the first forward of a custom loop, or None if nothing is checked."""
-    if run.config.checks.loss == "off" or run.steps_done > 0:
-        return None
-
-    return CheckSnapshot(run.driver.model, None, (), copies_parameters=False)
-
-
-def check_own_loop(run: Run, snapshot: CheckSnapshot) -> None:
-    """Raise if the first forward of a custom loop changed state that it must not change. Call it before backward."""
-    changes = snapshot.changes()
-
-    # Running statistics of a BatchNorm are meant to change, and Lockstep knows how to combine them.
-    statistics = [name for name, module in run.driver.model.named_modules() if has_statistics(module)]
-    changes.model = [name for name in changes.model if name.rpartition(".")[0] not in statistics]
-
-    changes.averages = []
-
-    cause = judge_changes(changes, set())
-    if cause and cause.key not in accepted_causes(run.config):
-        raise error_for(in_own_loop(cause), run.config)
 
 
 def error_for(cause: Cause, config: RunConfig) -> UserError:
@@ -158,19 +132,14 @@ def accepted_causes(config: RunConfig) -> list[str]:
     return [key for key in keys if key not in ("all", "off")]
 
 
-def _note(run: Run, reason: str) -> None:
-    """Log why the loss is not checked."""
-    run.recorder.event("note", reason=f"the loss is not checked before the first step: {reason}")
-
-
-def _can_call(run: Run, task: Any) -> bool:
+def _can_call(run: CheckedRun) -> bool:
     """Return whether the check can call the loss. If it cannot, log the reason."""
     if not run.driver.role.runs_whole_model:
-        _note(run, "no rank holds the full model (mesh.pp); `lockstep verify` on one process does")
+        run.note("no rank holds the full model (mesh.pp); `lockstep verify` on one process does")
         return False
 
-    if overridden(task, "before_batch"):
-        _note(run, "it depends on before_batch(), which prepares for a whole micro-batch")
+    if run.prepares_batches:
+        run.note("it depends on before_batch(), which prepares for a whole micro-batch")
         return False
 
     return True
@@ -190,20 +159,21 @@ def _reason_to_skip(samples: Samples | None) -> str:
     return ""
 
 
-def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Cause | None, Measurement | None, str]:
+def _measure_and_judge(
+    run: CheckedRun, task: Any, samples: Samples | None
+) -> tuple[Cause | None, Measurement | None, str]:
     """Return the cause that this rank found, its first measurement, and why the check was inconclusive ("" if not)."""
     reason = _reason_to_skip(samples)
     if reason:
         return None, None, reason
 
     assert samples is not None
-    probe = Probe(run, run.hooks.around_loss(task.loss))
+    probe = Probe(run, run.around_loss(task.loss))
     driver, model = run.driver, run.driver.model
     assert isinstance(driver, MicroBatchDriver), "_can_call has refused a pipeline"
-    optimizers = run.trained_model.optimizers.all
 
     accepted = accepted_causes(run.config)
-    snapshot = CheckSnapshot(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)
+    snapshot = CheckSnapshot(model, task, run.optimizers, copies_parameters="changed-in-forward" in accepted)
     cause, measured, reason = None, None, ""
 
     try:
@@ -212,7 +182,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
             run_eagerly(model),
             without_batch_statistics(model),
             driver.many_forwards(),
-            run.gathering.whole_batches(),
+            run.whole_batches(),
         ):
             cause, measured = _judge(run, probe, snapshot, samples, tuple(getattr(task, "changing_buffers", ())))
     except (Inconclusive, RanksDiffer) as error:
@@ -224,12 +194,12 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
 
 
 def _judge(
-    run: Run, probe: Probe, snapshot: CheckSnapshot, samples: Samples, changing_buffers: tuple[str, ...]
+    run: CheckedRun, probe: Probe, snapshot: CheckSnapshot, samples: Samples, changing_buffers: tuple[str, ...]
 ) -> tuple[Cause | None, Measurement]:
     """Return the first cause that checks.loss does not accept, if any, and the first measurement."""
     accepted = accepted_causes(run.config)
     device = run.runtime.device
-    tolerance = Tolerance.of(run.stepper.context.precision.eps(probe.parameters[0].dtype))
+    tolerance = Tolerance.of(run.precision.eps(probe.parameters[0].dtype))
 
     # Call the loss and see what it changed. Then repeat the call, which must give the same loss.
     positions = samples.half if samples.can_be_split else None
@@ -250,7 +220,7 @@ def _judge(
     changes_model = bool(changes.model)
     changes.model = [name for name in changes.model if name not in changing_buffers]
 
-    # What has settled is no moving average, and what follows from the model may change with it.
+    # A buffer that has settled is no moving average, and attributes derived from the model may change with it.
     averages = []
 
     for name in changes.averages:
@@ -286,7 +256,7 @@ def _judge(
     return cause, first
 
 
-def _measure_first(run: Run, probe: Probe, make_batch: Callable[[], Any]) -> Measurement:
+def _measure_first(run: CheckedRun, probe: Probe, make_batch: Callable[[], Any]) -> Measurement:
     """Call the loss. If it fails on one rank, raise on all: the others would wait for it in `_measure_again`."""
     if run.runtime.world.alone or not run.driver.role.replicated:
         return probe.measure(make_batch, gradients=False)
@@ -306,7 +276,7 @@ def _measure_first(run: Run, probe: Probe, make_batch: Callable[[], Any]) -> Mea
 
 
 def _measure_again(
-    run: Run, probe: Probe, make_batch: Callable[[], Any], first: Measurement, tolerance: Tolerance
+    run: CheckedRun, probe: Probe, make_batch: Callable[[], Any], first: Measurement, tolerance: Tolerance
 ) -> tuple[Measurement, Cause | None]:
     """Repeat a call. Return the measurement, and a cause if the loss depends on the number of ranks.
 
@@ -336,7 +306,7 @@ def _measure_again(
 
 
 def _check_halves(
-    run: Run, probe: Probe, snapshot: CheckSnapshot, samples: Samples, tolerance: Tolerance
+    run: CheckedRun, probe: Probe, snapshot: CheckSnapshot, samples: Samples, tolerance: Tolerance
 ) -> Cause | None:
     """Return the cause if the loss of the samples is not the sum of the losses of their halves, else None."""
     if not samples.can_be_split:
@@ -376,7 +346,7 @@ def _check_halves(
 # ---- all ranks together ----
 
 
-def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, reason: str) -> Cause | None:
+def _combine_ranks(run: CheckedRun, cause: Cause | None, measured: Measurement | None, reason: str) -> Cause | None:
     """Return one cause for all ranks. Collective: every rank must call it."""
     local = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
 
@@ -400,14 +370,14 @@ def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, 
 
     reasons = [why for _, _, why in gathered if why]
     if reasons:
-        _note(run, reasons[0])
+        run.note(reasons[0])
 
     return None
 
 
-def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
+def _ranks_differ(run: CheckedRun, pairs: list[list[float] | None]) -> Cause | None:
     """Return a cause if ranks got a different (total, weight) for the same samples."""
-    tolerance = Tolerance.of(run.stepper.context.precision.eps(next(run.driver.model.parameters()).dtype))
+    tolerance = Tolerance.of(run.precision.eps(next(run.driver.model.parameters()).dtype))
     first = pairs[0]
 
     for rank, pair in enumerate(pairs):

@@ -98,7 +98,7 @@ def _alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Copy what one rank has to where it gets what all ranks have. Lists have one element for each rank."""
+    """Copy the data of the one rank to where the data of all ranks belongs. Lists have one element for each rank."""
     if target is None:  # this rank receives nothing
         return
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.causes import Cause, named
-from lockstep.engine.start_check.snapshot import Changes
 from lockstep.parallel.inner_gradients import InnerGradient
+from lockstep.start_check.snapshot import Changes
 
 WEIGHT_TOLERANCE = 1e-6  # relative; weights are counts
 SAME_RATIO = 0.02  # relative; two ratios that are closer than this count as equal
@@ -139,7 +139,7 @@ def mismatched_gradients(
 
     errors = [float(norm) for norm in norms(whole.gradients)]
 
-    # Relative to the gradients of the halves: those of the whole batch are overwritten.
+    # Relative to the gradients of the halves: the gradients of the whole batch are overwritten.
     sizes = [float(a) + float(b) for a, b in zip(norms(first), norms(second), strict=True)]
 
     # A gradient that is zero up to rounding is compared with the size of all gradients together.

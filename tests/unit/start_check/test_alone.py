@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.engine.start_check.alone import as_one_rank
+from lockstep.start_check.alone import as_one_rank
 
 OWN = torch.tensor([1.0, 2.0])
 

@@ -13,9 +13,9 @@ from lockstep.data.transfer import to_device
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.capabilities import needs_full_parameters
-from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.registry import TRAITS
+from lockstep.optim.unknown.probe import ProbeFailed, check_independent
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import DEVICE, ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
@@ -151,19 +151,19 @@ def test_a_trial_accepts_muon() -> None:
 
 @pytest.mark.parametrize("kind", [GlobalNorm, ClipsLarge])
 def test_a_trial_fails_if_parameters_are_coupled(kind: Any) -> None:
-    with pytest.raises(TrialFailed, match="depends on the others"):
+    with pytest.raises(ProbeFailed, match="depends on the others"):
         check_independent(kind(small().parameters()))
 
 
 def test_an_optimizer_that_draws_noise_is_refused_for_its_noise() -> None:
     """On one process the second parameter gets other numbers than on a rank that updates only this one."""
-    with pytest.raises(TrialFailed, match="draws random numbers"):
+    with pytest.raises(ProbeFailed, match="draws random numbers"):
         check_independent(Langevin(small().parameters()))
 
 
 def test_what_takes_float32_only_is_tried_in_it() -> None:
     check_independent(InFloat32(small().parameters()))
-    with pytest.raises(TrialFailed, match="depends on the others"):
+    with pytest.raises(ProbeFailed, match="depends on the others"):
         check_independent(CoupledInFloat32(small().parameters()))
 
 
@@ -176,7 +176,7 @@ def test_a_trial_never_proves_that_shards_are_enough() -> None:
 # ---- as in plain PyTorch ----
 
 
-class Foreign(Task):
+class Unknown(Task):
     """Every block under another optimizer, or all of them under one."""
 
     def __init__(self, kind: Any = None):
@@ -213,14 +213,14 @@ def whole_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:
     from lockstep.runtime.shards import full_tensor
 
     with open_watched(world, store, VALUES | values) as builder:
-        loop.fit(Foreign(), builder)
+        loop.fit(Unknown(), builder)
         trace = trace_of(builder)
         states = (trace.initial, trace.steps[-1].weights)
         return [{name: full_tensor(tensor).cpu() for name, tensor in state.items()} for state in states]
 
 
 def by_hand(initial: dict[str, Tensor], resumed_after: int = 0) -> dict[str, Tensor]:
-    task = Foreign()
+    task = Unknown()
     model = task.model()
     model.load_state_dict(initial)
     model.to(DEVICE)  # eigenvectors are not unique: a GPU finds others than a CPU
@@ -261,7 +261,7 @@ def test_their_state_is_saved_in_shards_and_read_on_another_number_of_ranks(pool
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp", "pp"])
 def test_an_optimizer_that_couples_parameters_is_refused(pool: Pool, strategy: str) -> None:
-    errors = pool.errors(fit, Foreign(GlobalNorm), VALUES | {"strategy": strategy}, world=2)
+    errors = pool.errors(fit, Unknown(GlobalNorm), VALUES | {"strategy": strategy}, world=2)
     assert_user_errors(errors, "GlobalNorm cannot be used here", "depends on the others", "strategy=ddp")
 
 
@@ -271,14 +271,14 @@ def hooked(world: Any, store: Any) -> None:
         made.register_step_post_hook(lambda *_: None)
         return made
 
-    fit(world, store, Foreign(optimizer), VALUES | {"strategy": "fsdp"})
+    fit(world, store, Unknown(optimizer), VALUES | {"strategy": "fsdp"})
 
 
 def test_a_hook_on_the_step_of_whole_parameters_is_refused(pool: Pool) -> None:
     assert_user_errors(pool.errors(hooked, world=2), "Normalised cannot be used here", "a hook on its step")
 
 
-class Clipped(Foreign):
+class Clipped(Unknown):
     """Its optimizer clips by itself, in a hook that knows only its own parameters."""
 
     stepped_by: type[torch.optim.Optimizer] = torch.optim.SGD
@@ -298,7 +298,7 @@ def test_a_hook_before_the_step_of_some_parameters_is_refused(pool: Pool, strate
     assert_user_errors(errors, "SGD cannot be used here", "register_step_pre_hook", "clip.norm=1")
 
 
-class Averaged(Foreign):
+class Averaged(Unknown):
     """Its optimizer averages the weights by itself, in a hook after each step."""
 
     def optimizer(self, model: Any) -> Any:
@@ -315,7 +315,7 @@ def test_a_hook_after_the_step_of_some_parameters_is_refused(pool: Pool, strateg
 
 
 @pytest.mark.parametrize("task", [Clipped(), Averaged()], ids=lambda task: type(task).__name__)
-def test_a_hook_on_the_step_of_master_weights_is_refused(task: Foreign) -> None:
+def test_a_hook_on_the_step_of_master_weights_is_refused(task: Unknown) -> None:
     """It would be called for a few parameters at a time, and see float32 copies."""
     model = nn.Linear(2, 2).bfloat16()
     optimizers = Optimizers(task.optimizer(model), model)
@@ -362,4 +362,4 @@ def test_nothing_is_tried_where_parameters_are_whole() -> None:
             raise UserError("it was called", "", "")
 
     model = nn.Linear(2, 2)
-    assert Optimizers(Picky(model.parameters()), model).facts == {}
+    assert Optimizers(Picky(model.parameters()), model).banner == {}

@@ -24,7 +24,7 @@ from lockstep.runtime.shards import checksums
 # Larger attributes are taken for datasets and are not copied. The limit in bytes is MAX_RATIO x parameters + MIN_BYTES.
 MAX_RATIO = 4
 MIN_BYTES = 2**20
-MAX_ELEMENTS = 10_000  # of a list or dictionary
+MAX_ELEMENTS = 10_000  # a longer list or dictionary is not copied
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _NOT_COPIED = object()
@@ -38,7 +38,7 @@ class Changes:
     gradients: list[str] = field(default_factory=list)  # parameters that now have a gradient
     generators: list[str] = field(default_factory=list)
     averages: list[str] = field(default_factory=list)  # tensors with the shape of a weight, as moving averages have
-    settings: list[str] = field(default_factory=list)  # of the optimizers
+    settings: list[str] = field(default_factory=list)  # settings of the optimizers
     others: list[str] = field(default_factory=list)
 
 
@@ -327,7 +327,7 @@ def _restored(value: Any, old: Any) -> Any:
             value[:] = [_restored(a, b) for a, b in zip(longer, old, strict=False)]
 
         case _:
-            # A tuple cannot be changed in place, and what was not copied cannot be restored.
+            # A tuple cannot be changed in place, and an object that was not copied cannot be restored.
             keeps = old is _NOT_COPIED or isinstance(value, tuple)
             return value if keeps else old
 

@@ -9,26 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.data.transfer import Transfer
-from lockstep.engine.evaluation.modes import restore_modes
-from lockstep.engine.start_check.mistakes import Measurement
-from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.errors import UserError
 from lockstep.observe.metrics import detached
+from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.progress import check_total
 from lockstep.parallel.sharded import RanksDiffer, check_same_action
 from lockstep.runtime.seeds import derive
+from lockstep.start_check.checked_run import CheckedRun
+from lockstep.start_check.mistakes import Measurement
+from lockstep.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.task import Loss
-
-if TYPE_CHECKING:
-    from lockstep.engine.run import Run  # which calls this check
 
 
 class Inconclusive(Exception):
@@ -43,7 +41,7 @@ class Probe:
     such as BatchNorm statistics, is restored by the caller.
     """
 
-    run: Run
+    run: CheckedRun
     loss_fn: Callable[[nn.Module, Any], Loss]
 
     def __post_init__(self) -> None:
@@ -66,7 +64,7 @@ class Probe:
 
             # With grad mode on, FSDP would keep the blocks gathered until a backward.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
-            with forward_only, run.stepper.context.precision.autocast():
+            with forward_only, run.precision.autocast():
                 with self._inner_gradients:
                     loss = self.loss_fn(run.driver.model, batch)
 

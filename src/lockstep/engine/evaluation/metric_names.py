@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.evaluation.early_stop import check_metric
 from lockstep.engine.evaluation.evaluator import EvaluationSet, evaluation_batch
-from lockstep.engine.start_check.snapshot import CheckSnapshot
 from lockstep.parallel.calls.chain import run_eagerly
 from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.runtime.seeds import preserve_rng
+from lockstep.start_check.snapshot import CheckSnapshot
 
 if TYPE_CHECKING:
-    from lockstep.engine.run import Run  # which calls this check
+    from lockstep.engine.run import Run
 
 
 def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:

@@ -9,27 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state.digests import digest
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource
-from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
+from lockstep.start_check.checked_run import CheckedRun
+from lockstep.start_check.samples import Samples, read_samples
 from lockstep.task import BatchSource, MicroBatch, StepBatches
-
-if TYPE_CHECKING:
-    from lockstep.engine.run import Run  # which calls this check
 
 SOME = 8  # how many samples are read to see whether a dataset has different ones
 
 # ---- the same dataset ----
 
 
-def find_difference(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
+def find_difference(run: CheckedRun, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     local_digests = samples.digests() if samples else []
     first, *others = run.runtime.collectives.gather_json([source.step_order.epoch_length, local_digests])
@@ -51,7 +49,9 @@ def find_difference(run: Run, source: MapSource, request: Request, samples: Samp
     return None
 
 
-def _sample_differs(run: Run, source: MapSource, request: Request, digests: list[str], index: int, rank: int) -> Cause:
+def _sample_differs(
+    run: CheckedRun, source: MapSource, request: Request, digests: list[str], index: int, rank: int
+) -> Cause:
     """Return the cause: read the samples once more, to distinguish random samples from different datasets."""
     repeated = read_samples(source, request)
     again = repeated.digests() if repeated else []
@@ -146,7 +146,7 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
 
 
 def _check_one_stream(digests: Sequence[str | None]) -> None:
-    """Check that all ranks read the same stream. `digests` are those of its `same_on_all_ranks`, by rank."""
+    """Check that all ranks read the same stream. `digests` has the digest of its `same_on_all_ranks` by rank."""
     for rank, value in enumerate(digests):
         if value != digests[0]:
             raise UserError(

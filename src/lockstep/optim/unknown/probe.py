@@ -1,8 +1,8 @@
-"""Tries a user-defined optimizer on small synthetic parameters: does it update every parameter independently?
+"""Probes a user-defined optimizer with small synthetic parameters: does it update every parameter independently?
 
 If its update uses a norm over all parameters, say, it gives different results for one parameter alone. If it draws
-random numbers, those of a parameter depend on the parameters that are updated before it. Whether it also updates every
-element independently is not tried: calls cannot prove it.
+random numbers, a parameter gets other ones when another parameter is updated before it. The probe does not say whether
+the optimizer also updates every element independently: calls cannot prove that.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.foreign.stand_ins import step_with_stand_ins
+from lockstep.optim.unknown.stand_ins import step_with_stand_ins
 from lockstep.runtime.shards import local
 
 # The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
 SCALES = (1.0, 1e3, 1e-3)
-LENGTHS = (12, 8)  # of the first two dimensions; further dimensions have length 2
+LENGTHS = (12, 8)  # the lengths of the first two dimensions; further dimensions have length 2
 RATE = 0.01
 # By the dtype of the synthetic parameters. Differences are clearest in float64, but some optimizers, such as those with
 # custom kernels, take float32 only. In bfloat16 rounding would hide that parameters depend on each other.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
-class TrialFailed(Exception):
+class ProbeFailed(Exception):
     """The optimizer raised an error, or its update of one parameter depends on others. The message is for the user."""
 
 
 def check_independent(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TrialFailed if the update of one parameter depends on others."""
+    """Raise ProbeFailed if the update of one parameter depends on others."""
     failure: Exception | None = None
     for dtype in TOLERANCES:
         try:
@@ -47,13 +47,13 @@ def check_independent(optimizer: torch.optim.Optimizer) -> None:
 
         # This comes first: on a GPU, whose generator goes on, random numbers make the other two differ as well.
         if _differ(together, other_seed):
-            raise TrialFailed("it draws random numbers, and a parameter would get other ones than on a single process")
+            raise ProbeFailed("it draws random numbers, and a parameter would get other ones than on a single process")
         if _differ(together, apart):
-            raise TrialFailed("its update of one parameter depends on the others")
+            raise ProbeFailed("its update of one parameter depends on the others")
 
         return
 
-    raise TrialFailed(f"tried on a small parameter, it failed: {type(failure).__name__}: {failure}") from failure
+    raise ProbeFailed(f"a probe with small parameters failed: {type(failure).__name__}: {failure}") from failure
 
 
 def _step_copy(
@@ -64,7 +64,7 @@ def _step_copy(
     `seed` is for what the optimizer draws; parameters and gradients are always the same.
     """
     generator = torch.Generator().manual_seed(0)
-    torch.default_generator.manual_seed(seed)  # not those of GPUs, which `check_independent` does not restore
+    torch.default_generator.manual_seed(seed)  # the generators of GPUs stay: `check_independent` does not restore them
     copied, parameters = _copy(optimizer, dtype, generator)
 
     for scale in SCALES:
@@ -94,7 +94,7 @@ def _copy(
     """Return a copy of the optimizer with synthetic parameters, and these parameters."""
     groups: list[dict[str, Any]] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
-    memo: dict[int, Any] = {}  # what a copy of the settings refers to in place of a parameter
+    memo: dict[int, Any] = {}  # by the id of a parameter: the tensor to which a copy of the settings refers instead
 
     for group in optimizer.param_groups:
         # Two synthetic parameters for each number of dimensions: their updates might depend on each other.
@@ -114,7 +114,7 @@ def _copy(
         if "lr" in group:
             groups[-1]["lr"] = torch.full_like(group["lr"], RATE) if isinstance(group["lr"], Tensor) else RATE
 
-    # Without its constructor, whose arguments are unknown. The user's hooks are not called in a trial.
+    # Without its constructor, whose arguments are unknown. The user's hooks are not called in a probe.
     copied = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
