@@ -66,7 +66,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
-    requests = _make_requests(plan, stepper, checkpoints, resumed)
+    requests = _make_requests(plan, stepper, checkpoints, source, resumed)
     # A rewind takes back neither the time that has passed nor what was requested.
     state = checkpoints.state
     state.add_to_loop("clock", builder.clock, rewound=False)
@@ -195,10 +195,13 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> Ste
     return Stepper(context, trained.driver, trained.optimizers, rate, parameters)
 
 
-def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
+def _make_requests(
+    plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, source: BatchSource, resumed: Resumed | None
+) -> Requests:
     changed = {change.key for change in resumed.changed_settings} if resumed else set()
     collectives = stepper.context.runtime.collectives
-    return Requests(stepper, checkpoints, collectives, plan.steps, steps_changed=bool(changed & {"steps", "epochs"}))
+    steps_changed = bool(changed & {"steps", "epochs"})
+    return Requests(stepper, checkpoints, source, collectives, plan.steps, steps_changed)
 
 
 def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:
