@@ -215,6 +215,9 @@ class BatchSource(ABC):
         overrides it, because no rank there holds the full model.
         """
 
+    def note_result(self, result: StepResult) -> None:  # noqa: B027
+        """Note the result of the last step, which became known after its `commit`: on a GPU, before a save."""
+
     def close(self) -> None:  # noqa: B027
         """End worker processes and close files. Called after the last step."""
 

@@ -163,7 +163,7 @@ class OwnStep:
             )
 
         # On a GPU the host may not have read the result of the previous update yet.
-        self._run.requests.accept_last()
+        self._run.requests.accept(self._run.stepper.wait_for_outcome())
         assert self._reduced is not None, "`_check_pass` has seen the last backward"
         self.result = self._run.stepper.measure(self._progress, self._reduced.drop_missing())
         self._end_pass()

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.engine.step import Stepper
 from lockstep.runtime.collectives import Collectives
-from lockstep.task import StepResult
+from lockstep.task import BatchSource, StepResult
 
 
 @dataclass(eq=False)
@@ -22,6 +22,7 @@ class Requests:
 
     stepper: Stepper
     checkpoints: CheckpointManager
+    source: BatchSource
     collectives: Collectives
     total_steps: int
     steps_changed: bool = False  # whether the user has set another number of steps than the resumed run had
@@ -68,6 +69,11 @@ class Requests:
         """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""
         last = self.stepper.wait_for_outcome()
         self.accept(last)
+
+        # The source has advanced past the step without it, and may be saved now.
+        if last is not None:
+            self.source.note_result(last)
+
         return last
 
     # ---- a save, an evaluation ----

@@ -127,11 +127,13 @@ class Recorder:
             self._report_waiting(values[2 * len(names) :], known["step"])
             return _metrics_line(names, values, ended, known)
 
-        self._pending.append((_arrival(packed), make_line))
+        self._pending.append((_arrival(self.runtime.on_gpu), make_line))
 
     def _memory_bytes(self) -> int:
-        device = self.runtime.device
-        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self._process.memory_info().rss
+        if self.runtime.on_gpu:
+            return torch.cuda.max_memory_allocated(self.runtime.device)
+
+        return self._process.memory_info().rss
 
     def poll(self, wait: bool = False) -> None:
         """Write the lines whose numbers have arrived from the device, or, with `wait`, all lines."""
@@ -244,12 +246,9 @@ class Recorder:
         print(f"warning  {text}", file=sys.stderr, flush=True)
 
 
-def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that says, without waiting, whether all work queued so far is done.
-
-    That includes the copy of `tensor` to the host.
-    """
-    if tensor.device.type != "cuda":
+def _arrival(on_gpu: bool) -> Callable[[], bool]:
+    """Return a function that says, without waiting, whether all work queued so far is done, copies included."""
+    if not on_gpu:
         return lambda: True
 
     event = torch.cuda.Event()

@@ -50,7 +50,8 @@ def result(**flags: int) -> Any:
 
 def requests(total_steps: int = 10, steps_changed: bool = False, **arguments: Any) -> Any:
     stepper, checkpoints = FakeStepper(**arguments), SimpleNamespace(pending=FakeSave())
-    return Requests(stepper, checkpoints, FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
+    source: Any = SimpleNamespace(note_result=lambda result: None)
+    return Requests(stepper, checkpoints, source, FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("name", ["stop", "save", "evaluate", "preempt"])

@@ -85,9 +85,17 @@ class EpochSource(DatasetSource):
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Begin the next epoch if the stream has ended on all ranks."""
+        if result is not None:
+            self._end_epoch(result, batches.step + 1)
+
+    def note_result(self, result: StepResult) -> None:
+        """Begin the next epoch before a save, so that a run that resumes from it does not begin this one again."""
+        self._end_epoch(result, result.step + 1)
+
+    def _end_epoch(self, result: StepResult, next_step: int) -> None:
         # A result may come one step late. One from the previous epoch says nothing about this one.
-        if result is not None and result.exhausted and result.step >= self._first_step:
-            self._begin_epoch(self.epoch + 1, batches.step + 1)
+        if result.exhausted and result.step >= self._first_step:
+            self._begin_epoch(self.epoch + 1, next_step)
 
     def _begin_epoch(self, epoch: int, first_step: int) -> None:
         self.close()  # stops reading the epoch before

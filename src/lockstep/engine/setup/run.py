@@ -69,7 +69,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
     log = StepLog(config.log.every, plan, stepper, interval, builder.recorder)
-    requests = _make_requests(plan, stepper, checkpoints, resumed)
+    requests = _make_requests(plan, stepper, checkpoints, source, resumed)
     # A rewind keeps the elapsed time and the requests.
     loop = checkpoints.state.loop
     loop.add("clock", builder.clock, rewinds=False)
@@ -198,10 +198,13 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
     return Stepper(context, trained.driver, trained.optimizers, rate, interval, parameters)
 
 
-def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
+def _make_requests(
+    plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, source: BatchSource, resumed: Resumed | None
+) -> Requests:
     changed = {change.key for change in resumed.changed_settings} if resumed else set()
     collectives = stepper.context.runtime.collectives
-    return Requests(stepper, checkpoints, collectives, plan.steps, steps_changed=bool(changed & {"steps", "epochs"}))
+    steps_changed = bool(changed & {"steps", "epochs"})
+    return Requests(stepper, checkpoints, source, collectives, plan.steps, steps_changed)
 
 
 def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:

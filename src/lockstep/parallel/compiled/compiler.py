@@ -400,6 +400,7 @@ class Compiler(StepPart):
         """End all attempts to compile, and log why. Calls may still be captured."""
         self.state = "eager"
         self._timer = None
+        self._kernel_timer = None
         self.shapes.drop_examples()
         # Eager calls need no link, and the loss is called as the user wrote it (`around`).
         CallChain.of(self.driver.model).remove("compile")
