@@ -86,54 +86,31 @@ def _zeros(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 # ---- batches ----
 
 
+@dataclass(slots=True)
 class MicroBatch:
     """The data of one forward and backward."""
-
-    __slots__ = ("_sample_offset", "data", "epoch", "ids", "index", "num_samples", "padding")
 
     data: Any
     index: int  # among all micro-batches of the global step, not only this rank's
     num_samples: int
-    epoch: int
-    ids: Any  # ids of the samples (int64); empty if the source has no ids
-    padding: bool  # runs only because collectives need every rank; its weight must be 0
-
-    def __init__(
-        self,
-        data: Any,
-        index: int,
-        num_samples: int,
-        epoch: int = 0,
-        ids: Any = (),
-        padding: bool = False,
-        sample_offset: int | None = None,
-    ):
-        self.data = data
-        self.index = index
-        self.num_samples = num_samples
-        self.epoch = epoch
-        self.ids = ids
-        self.padding = padding
-        self._sample_offset = sample_offset  # None if the source does not know it
+    epoch: int = 0
+    ids: Any = ()  # ids of the samples (int64); empty if the source has no ids
+    padding: bool = False  # runs only because collectives need every rank; its weight must be 0
+    place: int | None = None  # `sample_offset`, or None if the source does not know it: reading that is an error
 
     @property
     def sample_offset(self) -> int:
         """The place of its first sample in the global batch, the same on any number of ranks."""
-        if self._sample_offset is None:
+        if self.place is None:
             raise UserError(
                 "sample_offset was read, and the data source has no places in the global batch",
                 "a map-style dataset has them without data.balance; a stream, if its position is saved and it has one "
-                "virtual shard; a source of your own, if it passes MicroBatch(..., sample_offset=...)",
+                "virtual shard; a source of your own, if it passes MicroBatch(..., place=...)",
                 "to find this rank's rows in the result of run.all_gather, use run.row_offset; to keep state for each "
                 "place, use a map-style dataset",
             )
 
-        return self._sample_offset
-
-    def with_data(self, data: Any, padding: bool = False) -> MicroBatch:
-        """Return a copy with other data; with `padding` it becomes padding."""
-        padding = padding or self.padding
-        return MicroBatch(data, self.index, self.num_samples, self.epoch, self.ids, padding, self._sample_offset)
+        return self.place
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ class MapSource(DatasetSource):
 
     def _with_data(self, micro: MicroBatch, data: Any) -> MicroBatch:
         # A batch that collate has emptied still takes part in the step, with weight 0.
-        return self._as_padding(micro) if is_empty(data) else micro.with_data(data)
+        return self._as_padding(micro) if is_empty(data) else replace(micro, data=data)
 
     def _as_padding(self, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch that collate emptied as padding: its weight is 0, but every rank must run it."""
@@ -165,7 +166,7 @@ class MapSource(DatasetSource):
 
             self._padding_batch = self._transfer(batch)
 
-        return micro.with_data(self._padding_batch, padding=True)
+        return replace(micro, data=self._padding_batch, padding=True)
 
     def _prefetch(self, window: Window) -> Iterator[Any]:
         """Return an endless iterator over batches on the device, from the current position on."""

@@ -62,11 +62,11 @@ class EpochSource(DatasetSource):
 
         # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
         if not self._needs_transfer:
-            return replace(batches, micro_batches=map(copy.copy, batches))
+            return replace(batches, micro_batches=map(replace, batches))
 
         # `map`, because a generator would keep the last one on the device until it has the next.
         moved = self._transfer.prefetch(micro.data for micro in batches)
-        return replace(batches, micro_batches=map(MicroBatch.with_data, batches, moved))
+        return replace(batches, micro_batches=map(_with_data, batches, moved))
 
     def _read_step(self) -> StepBatches:
         """Read the next global step, and return it with its micro-batches in host memory."""
@@ -110,9 +110,7 @@ class EpochSource(DatasetSource):
 
     def _as_padding(self, micro: MicroBatch) -> MicroBatch:
         """Return a copy that runs with weight 0. Its samples count elsewhere, so it has no ids."""
-        copied = micro.with_data(micro.data, padding=True)
-        copied.epoch, copied.ids = self.epoch, ()
-        return copied
+        return replace(micro, epoch=self.epoch, ids=(), padding=True)
 
     def _make_padding(self, micro_batches: list[MicroBatch]) -> None:
         """Turn micro-batches that collate emptied into padding, with the data of another one and weight 0."""
@@ -132,6 +130,10 @@ class EpochSource(DatasetSource):
         for micro in empty:
             micro.data = nonempty[0].data
             micro.padding = True
+
+
+def _with_data(micro: MicroBatch, data: Any) -> MicroBatch:
+    return replace(micro, data=data)
 
 
 def comparable_copy(sample: Any) -> Any:
