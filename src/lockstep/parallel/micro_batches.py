@@ -58,7 +58,7 @@ class MicroBatchDriver(Driver):
                 _backward           ... while it runs, or
                 reduce              ... after it
 
-    A subclass overrides `_backward` or `reduce`, or both.
+    A subclass defines `reduce`, and may override `_backward`.
     """
 
     to_sum = 1.0  # see `Reduced`
