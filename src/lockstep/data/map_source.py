@@ -148,7 +148,11 @@ class MapSource(DatasetSource):
 
     def _with_data(self, micro: MicroBatch, data: Any) -> MicroBatch:
         # A batch that collate has emptied still takes part in the step, with weight 0.
-        return self._as_padding(micro) if is_empty(data) else replace(micro, data=data)
+        if is_empty(data):
+            return self._as_padding(micro)
+
+        # `dataclasses.replace` takes ten times as long.
+        return MicroBatch(data, micro.index, micro.num_samples, micro.epoch, micro.ids, micro.padding, micro.place)
 
     def _as_padding(self, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch that collate emptied as padding: its weight is 0, but every rank must run it."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -80,7 +80,7 @@ class Run:
         """The seconds that the run has taken, those before a resume included."""
         return self.clock.seconds
 
-    @property
+    @cached_property
     def driver(self) -> Driver:
         return self.trained_model.driver
 
@@ -133,8 +133,16 @@ class Run:
             if follows_batches:
                 micro_batches = self.hooks.around_batches(micro_batches)
 
-            # A copy: the object belongs to the source, which may give it again.
-            yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
+            # A copy: the object belongs to the source, which may give it again. `dataclasses.replace` is slow.
+            yield StepBatches(
+                batches.num_micro_batches,
+                micro_batches,
+                batches.global_num_samples,
+                batches.global_num_micro_batches,
+                batches.exhausted,
+                self.steps_done,
+                batches.span,
+            )
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.

@@ -107,12 +107,17 @@ class LearningRate:
 
     def remember_rates(self) -> None:
         """Remember the current rates as the expected ones."""
-        self._expected = [_identity(group["lr"]) for group in self.groups]
+        self._expected = _identities(self.groups)
 
     def check(self) -> None:
         """Raise if a rate has changed since `remember_rates`."""
-        for number, (group, expected) in enumerate(zip(self.groups, self._expected, strict=True)):
-            if _identity(group["lr"]) != expected:
+        groups = self.groups
+        found = _identities(groups)
+        if found == self._expected:
+            return
+
+        for number, (group, rate, expected) in enumerate(zip(groups, found, self._expected, strict=True)):
+            if rate != expected:
                 before = "" if isinstance(expected, tuple) else f"; Lockstep set {expected:.6g}"
                 raise UserError(
                     f"the learning rate of parameter group {number} was changed by something other than Lockstep",
@@ -153,20 +158,23 @@ class LearningRate:
 def set_rate(group: dict[str, Any], rate: float) -> None:
     """Set the rate of a group."""
     # A captured or compiled optimizer reads its rate from a tensor, which must stay the same object.
-    if _is_tensor(group["lr"]):
-        group["lr"].fill_(rate)
+    current = group["lr"]
+    if type(current) is not float and hasattr(current, "fill_"):
+        current.fill_(rate)
     else:
         group["lr"] = rate
 
 
-def _is_tensor(rate: Any) -> bool:
-    # Almost always it is a float, for which `hasattr` takes longer.
-    return not isinstance(rate, float) and hasattr(rate, "fill_")
+def _identities(groups: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return a value for each group that changes when its rate is set. No tensor is read: the host does not wait."""
+    rates = [group["lr"] for group in groups]
 
+    # Almost always all rates are floats, which stand for themselves.
+    for index, rate in enumerate(rates):
+        if type(rate) is not float and hasattr(rate, "fill_"):
+            rates[index] = (id(rate), rate._version)
 
-def _identity(rate: Any) -> Any:
-    """Return a value that changes when the rate is set, without reading a tensor, so that the host does not wait."""
-    return (id(rate), rate._version) if _is_tensor(rate) else rate
+    return rates
 
 
 class ScheduleRate(LearningRate):
