@@ -246,6 +246,16 @@ def test_a_policy_ends_the_run_one_step_later_with_the_same_words(
     assert words[0].startswith("step 6" if policy == "stop" else "step 7")
 
 
+def test_the_host_judges_a_spike_by_the_limit_that_the_device_had(tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
+    """By the time it reads the outcome, another loss has moved the limit. Here many losses are close to it."""
+    gpu()
+    settings = {"spike.policy": "skip", "spike.factor": 1.5, "spike.window": 8, "nonfinite.max_in_a_row": 1000}
+    late = trained(Wobbly(), tmp_path / "late", **settings, **{"steps": 70, "data.shuffle": True})
+    assert late.summary["skipped"] > 5
+    tensors, _ = saved(late.folder)["step-00000070"]
+    assert tensors["optimizer.0.0.weight.step"].item() == late.summary["applied"]  # counted on the device
+
+
 def test_only_the_step_after_a_skip_is_one_point_ahead_on_the_schedule(
     tmp_path: Path, gpu: Callable[[], FakeGpu]
 ) -> None:

@@ -63,6 +63,7 @@ class Machine:
     speed: float = 1.0  # now
     compiled_calls: int = 0
     cudnn: list[bool] = field(default_factory=list)  # whether cuDNN attention was on, by training call
+    cudnn_between: list[bool] = field(default_factory=list)  # between two steps
     profiled: list[bool] = field(default_factory=list)
 
     def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -130,6 +131,10 @@ class Plain(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         return Loss(model(batch).square().sum(), len(batch))
 
+    def after_step(self, run: Any, result: Any) -> None:
+        for machine in MACHINE:
+            machine.cudnn_between.append(torch.backends.cuda.cudnn_sdp_enabled())
+
     def before_backward(self, run: Any, loss: Loss) -> Loss | None:
         self.calls += 1
         if self.fails_at == run.steps_done:
@@ -192,6 +197,7 @@ def no_machine() -> Any:
 def assert_nothing_is_left(ran_model: nn.Module, machine: Machine, cudnn: bool, tag: Any) -> None:
     assert ran_model._compiled_call_impl is None
     assert not machine.profiler.is_on
+    assert all(machine.cudnn_between)
     assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
     assert torch.compiler.config.cache_key_tag == tag
     assert not torch._C._len_torch_dispatch_stack()
