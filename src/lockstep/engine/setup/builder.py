@@ -37,6 +37,7 @@ from lockstep.engine.setup.model import check_model, initial_weights, make_avera
 from lockstep.engine.setup.run import make_run
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import ConfigError, Preempted, UserError
+from lockstep.launch.lost_peer import text_of
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir
@@ -261,7 +262,7 @@ class RunBuilder:
             # The parent process prints the error. A launcher prints only the first error of all ranks.
             self.recorder.hide()
             if not isinstance(error, Preempted):
-                self.recorder.event("error", type=type(error).__name__, message=str(error))
+                self.recorder.event("error", type=type(error).__name__, message=text_of(error))
 
             self.recorder.close()
             if self.runtime.is_main:
