@@ -104,6 +104,12 @@ def test_a_source_that_goes_back_drops_what_was_copied_ahead(gpu: FakeGpu) -> No
     assert found[0] == found[1]
 
 
+def test_a_step_that_was_not_committed_is_taken_again(gpu: FakeGpu) -> None:
+    source = opened(Numbers(), "cuda")
+    first = [micro.data.tolist() for micro in source.take()]
+    assert [micro.data.tolist() for micro in source.take()] == first
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_most_one_micro_batch_is_read_and_copied_ahead(kind: Any, gpu: FakeGpu) -> None:
     data, used = kind(), []

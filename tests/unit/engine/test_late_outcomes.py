@@ -229,6 +229,11 @@ def test_a_run_trains_as_on_a_cpu(case: str, tmp_path: Path, gpu: Callable[[], F
         for key in ("step", "samples", "lr", "epoch"):
             assert [line.get(key) for line in late.lines] == [line.get(key) for line in cpu.lines], key
 
+    # The weight is that of the steps whose outcome is known, and so is the time that it is divided by.
+    if case == "nothing":
+        for line in late.lines:
+            assert line["weight_per_s"] * line["step_s"] == pytest.approx(8)
+
 
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 def test_a_policy_ends_the_run_one_step_later_with_the_same_words(
