@@ -169,7 +169,8 @@ class BatchSource(ABC):
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Advance past `batches`, whose step has ended.
 
-        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first. The
+        last step has its own.
         """
 
     @abstractmethod
@@ -470,7 +471,8 @@ class Task:
     def after_step(self, run: RunView, result: StepResult | None) -> None:
         """Update state that follows the parameters. Called after every step, before its evaluation and its checkpoint.
 
-        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first. The
+        last step has its own.
         """
 
     def after_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:

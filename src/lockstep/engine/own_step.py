@@ -163,7 +163,7 @@ class OwnStep:
             )
 
         # On a GPU the host may not have read the result of the previous update yet.
-        self._run.requests.accept(self._run.stepper.wait_for_outcome())
+        self._run.requests.accept_early()
         assert self._reduced is not None, "`_check_pass` has seen the last backward"
         self.result = self._run.stepper.measure(self._progress, self._reduced.drop_missing())
         self._end_pass()
@@ -200,7 +200,7 @@ class OwnStep:
             # End the step here, not after the body of the loop, so that the rest of the body sees the new step count.
             self.ended = True
             self._saved_batches.clear()
-            self._run.end_step(self._batches, self.result)
+            self.result = self._run.end_step(self._batches, self.result)
 
         self._run.runtime.heartbeat.beat("user code")
 

@@ -40,6 +40,8 @@ class Requests:
     save_requested: bool = False
     stop_requested: str | None = None  # the reason, "" if none was given
 
+    _unreported: StepResult | None = None  # see `take_unreported`
+
     @property
     def is_stopping(self) -> bool:
         """True if all ranks have agreed that this step is the last one."""
@@ -67,14 +69,25 @@ class Requests:
 
     def accept_last(self) -> StepResult | None:
         """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""
-        last = self.stepper.wait_for_outcome()
-        self.accept(last)
+        last = self.accept_early()
 
         # The source has advanced past the step without it, and may be saved now.
         if last is not None:
             self.source.note_result(last)
 
         return last
+
+    def accept_early(self) -> StepResult | None:
+        """Do the same in the middle of a step, when the source is not told of results."""
+        last = self.stepper.wait_for_outcome()
+        self.accept(last)
+        self._unreported = last or self._unreported
+        return last
+
+    def take_unreported(self) -> StepResult | None:
+        """Return a result that was read before its turn, once: the next step is to report it, and has no other."""
+        result, self._unreported = self._unreported, None
+        return result
 
     # ---- a save, an evaluation ----
 

@@ -186,10 +186,11 @@ class Run:
 
     # ---- the end of a step ----
 
-    def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
+    def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
         """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
-        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        `result` is what the step has returned. On a GPU it may be the result of the previous step, or None if that was
+        read before. Return the newest result that no step has reported.
         """
         for part in self.driver.parts:
             part.end_step(self.stepper.progress)
@@ -217,15 +218,18 @@ class Run:
         if self.trained_model.average:
             self.trained_model.average.update(self.stepper.progress.skipped)
 
+        return result
+
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
-        """Accept the requests in a step's control word and count the step in the log. Return the newest result."""
+        """Accept the requests in a step's control word and count the step in the log. Return the result to report."""
         self.requests.accept(result)
 
         # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
         is_last = steps_done == self.plan.steps or self.requests.stop_agreed
         if is_last:
-            result = self.requests.accept_last() or result
+            self.requests.accept_last()
 
+        result = self.requests.take_unreported() or result
         self.log.end_step(batches.global_num_samples, result, is_last)
         return result
 

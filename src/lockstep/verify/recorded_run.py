@@ -183,7 +183,7 @@ class RecordedRun(Run):
         self.runtime.collectives.final_barrier()
         raise SystemExit(0)
 
-    def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
+    def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
         """Record the gradients and settings of a step, before anything can change them."""
         result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be pending
         assert result is not None
@@ -196,7 +196,7 @@ class RecordedRun(Run):
         ]
         self._steps.append({"micros": self._losses.micros, "settings": settings})
         self._facts["gathers"] = self.gathering.used
-        super().end_step(batches, result)
+        return super().end_step(batches, result)
 
     def maintain(self) -> None:
         self.trained_model.guard.check_structure()  # after every step, before a checkpoint fails for that reason
