@@ -48,7 +48,7 @@ from lockstep.task import Loss, MicroBatch, RunView, Task
 class Echo(Collectives):
     """All ranks say what this one says."""
 
-    def gather_json(self, value: Any, caller: str = "") -> list[Any]:
+    def all_gather_json(self, value: Any, caller: str = "") -> list[Any]:
         return [value] * self.world.size
 
     def all_reduce_(self, values: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 from lockstep.engine.setup import open_run
 from lockstep.plan.memory import bytes_of
 from lockstep.runtime import context
-from lockstep.runtime.shards import local
+from lockstep.runtime.shards import to_local
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
@@ -87,7 +87,7 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.
         for tensors in (parameters, states):
-            for tensor in map(local, tensors):
+            for tensor in map(to_local, tensors):
                 assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, 4) + SLACK
         sizes = {name: bytes_of(tensors) for name, tensors in found.items()}
         return sizes | {"parameters before backward": max(before_backward), "parts beside": max(beside)}

@@ -116,7 +116,7 @@ def scalar_gradients(world: World, store: Any, values: dict[str, Any]) -> list[t
             gradient = driver.parameters["scale"].grad
             assert gradient is not None
             own = [int(i) for micro in progress.micro_batches for i in micro.ids]
-            ids = [i for ranks in builder.runtime.collectives.gather_json(own) for i in ranks]
+            ids = [i for ranks in builder.runtime.collectives.all_gather_json(own) for i in ranks]
             expected = task.samples[ids].double().sum().bfloat16()
             found.append((float(gradient), float(expected)))
             run.end_step(batches, run.stepper.apply(progress, reduced))

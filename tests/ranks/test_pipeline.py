@@ -23,7 +23,7 @@ from lockstep.parallel.pipeline.stages import list_layers, split_layers
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime import context
-from lockstep.runtime.shards import local
+from lockstep.runtime.shards import to_local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
 from pool import Pool
@@ -126,7 +126,7 @@ def final(world: World, store: Any, task: Task, values: dict[str, Any], leave_at
             pass
         run: Any = builder.run
         weights, _ = full_state(run.driver, keep=True)
-        held = sum(local(p).untyped_storage().nbytes() for p in run.driver.model.parameters())
+        held = sum(to_local(p).untyped_storage().nbytes() for p in run.driver.model.parameters())
         kinds = [type(p.schedule).__name__ for p in run.driver._pipeline._prepared.values()] if world.size > 1 else []
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         return {"weights": copies, "summary": summary, "held": held, "kinds": kinds, "folder": str(run.folder.path)}

@@ -44,7 +44,7 @@ def fail_on(world: World, store: Any, rank: int, error: BaseException) -> None:
     with context.start(world, RunConfig(), store=store) as runtime:
         if world.rank == rank:
             raise error
-        runtime.collectives.gather_json(None)  # waits for the one that has gone
+        runtime.collectives.all_gather_json(None)  # waits for the one that has gone
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), UserError("a", "b", "c"), ConfigError([UserError("a", "b", "c")])])
@@ -101,7 +101,7 @@ def wait_for_ever(world: World, store: Any, folder: Path) -> None:
         (folder / str(world.rank)).write_text(str(os.getpid()))
         if world.rank == 1:
             time.sleep(1000)
-        runtime.collectives.gather_json(None)
+        runtime.collectives.all_gather_json(None)
 
 
 def die(world: World, store: Any) -> None:
@@ -123,7 +123,7 @@ def test_a_hang_is_killed_with_its_stacks_and_the_pool_recovers(
         with pytest.raises(WorkerLost, match=r"ranks \[0, 1\] of 2 still running") as caught:
             pool.run(wait_for_ever, tmp_path, world=2, limit=timedelta(seconds=3))
     assert "in wait_for_ever" in str(caught.value)
-    assert "in gather_json" in str(caught.value)
+    assert "in all_gather_json" in str(caught.value)
     until(lambda: not any(alive(int((tmp_path / str(rank)).read_text())) for rank in range(2)))
     with pytest.raises(WorkerLost, match=r"ranks \[0\] of 1 died"):
         pool.run(die, world=1)

@@ -130,7 +130,7 @@ def test_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
             self.collectives = self
             self.every = list(every)
 
-        def gather_json(self, value: Any) -> list[Any]:
+        def all_gather_json(self, value: Any) -> list[Any]:
             return self.every
 
     model = nn.Linear(100, 100, bias=False)  # 40,000 bytes

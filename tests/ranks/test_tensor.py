@@ -35,7 +35,7 @@ from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.tensor.plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context
-from lockstep.runtime.shards import LocalShard, local
+from lockstep.runtime.shards import LocalShard, to_local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -361,7 +361,7 @@ def settled(world: World, store: Any) -> list[float]:
         parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
         parameter.grad = DTensor.from_local(torch.full((2,), 1.0 + world.rank), mesh, [Partial()])
         redistribute_gradient(parameter)
-        return local(parameter.grad).tolist()
+        return to_local(parameter.grad).tolist()
 
 
 def test_a_gradient_that_is_still_a_sum_is_added_up(pool: Pool) -> None:

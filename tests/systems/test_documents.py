@@ -169,11 +169,11 @@ def save_on_rank_0(world: World, store: Any, folder: Path) -> dict[str, Any]:
     saved = trainer.save_checkpoint(folder / "all")
     there = (saved / "manifest.json").exists()
     (folder / "file").touch()
-    trainer.runtime.collectives.gather_json(None)
+    trainer.runtime.collectives.all_gather_json(None)
     with pytest.raises(UserError) as failed:
         trainer.save_checkpoint(folder / "file" / "folder")
     (folder / "file").unlink(missing_ok=True)
-    trainer.runtime.collectives.gather_json(None)
+    trainer.runtime.collectives.all_gather_json(None)
     retried = trainer.save_checkpoint(folder / "file" / "folder").name
     with pytest.raises(UserError, match="names no rank"):
         trainer.save_checkpoint(folder, rank=7)

@@ -162,7 +162,7 @@ class AMPTrainer:
 
         # Nothing else would show that every rank has the same samples.
         check_different(
-            self.runtime.collectives.gather_json(digest(batch)),
+            self.runtime.collectives.all_gather_json(digest(batch)),
             "make the loader with DDPManager.get_dataloader(dataset, ...), or with a DistributedSampler",
         )
 

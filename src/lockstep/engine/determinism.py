@@ -160,7 +160,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
     }
 
     # Every rank compares with rank 0, so all of them raise the same error.
-    first, *others = runtime.collectives.gather_json(local)
+    first, *others = runtime.collectives.all_gather_json(local)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
             if other[key] != value:

@@ -66,7 +66,7 @@ def end_training(run: Run) -> None:
 def _log_stop(run: Run) -> None:
     """Log why the run ends before its last step, if it does."""
     # Only the rank that requested a stop knows why.
-    reasons = run.runtime.collectives.gather_json(run.requests.stop_reason)
+    reasons = run.runtime.collectives.all_gather_json(run.requests.stop_reason)
     reason = next(filter(None, reasons), None)
     run.requests.stop_reason = reason
     if reason:
@@ -259,7 +259,7 @@ def end_preempted(run: Run) -> NoReturn:
 
     # Only some ranks may have received the signal.
     notice = run.runtime.notice
-    received = run.runtime.collectives.gather_json([notice.signal, notice.original])
+    received = run.runtime.collectives.all_gather_json([notice.signal, notice.original])
     signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
 
     run.recorder.event("preempted", step=steps_done, signal=original, checkpoint=path)

@@ -155,7 +155,7 @@ class LoadBalancer(StepPart):
     def _reassign(self, steps_done: int, own: Pace) -> None:
         """Change the assignment if that pays. Collective: all ranks gather the same times and decide alike."""
         # Workers have already read batches of the current assignment, so ranks also send how far they have read.
-        gathered = self._runtime.collectives.gather_json([own, self._order.assigned_until])
+        gathered = self._runtime.collectives.all_gather_json([own, self._order.assigned_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)
         better = rank_counts(self._num_micro_batches, speeds)

@@ -266,7 +266,7 @@ class OutcomeHandler:
 
     def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
         """Log the skip with its reason and the samples to blame, and return both as text. Collective."""
-        gathered = self._runtime.collectives.gather_json(_blame(outcome, self._runtime.world.rank))
+        gathered = self._runtime.collectives.all_gather_json(_blame(outcome, self._runtime.world.rank))
         blamed = [line for lines in gathered for line in lines]
         scale = {"scale": self._scaler.value} if self._scaler else {}
         self._log_event("skip", step=result.step + 1, reason=result.skip_reason, blame=blamed, **scale)

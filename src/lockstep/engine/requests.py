@@ -128,7 +128,7 @@ class Requests:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stop that the user's code requested on any rank, and whether an evaluation is due. Collective."""
-        requested = self.collectives.gather_json(self.stop_requested)
+        requested = self.collectives.all_gather_json(self.stop_requested)
         reason = next((reason for reason in requested if reason is not None), None)
 
         # A request in the last step has nothing left to stop: with more steps, the run goes on.

@@ -156,7 +156,7 @@ class ExactSums(Sums):
 
         totals: list[Exact] = [0] * len(local)
         # Exact, so that the order of the ranks does not matter.
-        for texts in collectives.gather_json(local):
+        for texts in collectives.all_gather_json(local):
             totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, texts, strict=True)]
 
         return [exact_to_text(total) for total in totals]

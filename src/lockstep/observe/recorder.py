@@ -152,7 +152,7 @@ class Recorder:
 
     def write_late_metrics(self, sums: Sums, steps_done: int) -> None:
         """Write the metrics that were logged after the last line, as the event `metrics`. Collective."""
-        logged = {name for names in self.runtime.collectives.gather_json(sums.names()) for name in names}
+        logged = {name for names in self.runtime.collectives.all_gather_json(sums.names()) for name in names}
         names = sorted(logged - {"loss"})
         if not names:
             return

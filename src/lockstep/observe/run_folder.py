@@ -70,7 +70,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         folder = RunFolder(**agreed | parsed)
 
     # Rank 0 has made a file in the folder, which a rank on another file system does not see.
-    blind = runtime.collectives.gather_json(not _visibility_probe(folder).exists())
+    blind = runtime.collectives.all_gather_json(not _visibility_probe(folder).exists())
     if runtime.is_main:
         _visibility_probe(folder).unlink()
 

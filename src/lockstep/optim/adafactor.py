@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.runtime.shards import by_mesh, dtensor_by_rows, dtensor_like, local
+from lockstep.runtime.shards import by_mesh, dtensor_by_rows, dtensor_like, to_local
 
 # Epsilon 1 of the paper, added to a squared gradient because the update divides by its root.
 EPS1 = 1e-30
@@ -69,7 +69,7 @@ class Adafactor(torch.optim.Optimizer):
         for p, square in zip(parameters, squares, strict=True):
             excess = ((square / p.numel()).sqrt() / CLIP_THRESHOLD).clamp(min=1.0)
             step = self._direction(p).mul_(-float(group["lr"]) / excess)
-            local(p).mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(step)
+            to_local(p).mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(step)
 
     def _update_means(self, p: Tensor, column: Tensor | None, group: dict[str, Any]) -> None:
         """Move the means towards the squared gradient.
@@ -80,11 +80,11 @@ class Adafactor(torch.optim.Optimizer):
         square = _squared(p)
         weight = float(state["step"]) ** -group["decay"]
         if "square" in state:
-            local(state["square"]).lerp_(square, weight)
+            to_local(state["square"]).lerp_(square, weight)
             return
 
-        local(state["rows"]).lerp_(square.mean(-1), weight)
-        local(state["columns"]).lerp_(square.mean(-2, keepdim=True) if column is None else column, weight)
+        to_local(state["rows"]).lerp_(square.mean(-1), weight)
+        to_local(state["columns"]).lerp_(square.mean(-2, keepdim=True) if column is None else column, weight)
 
     def _direction(self, p: Tensor) -> Tensor:
         """Return the gradient of this rank's rows, divided by the estimated root mean square of each element.
@@ -93,23 +93,23 @@ class Adafactor(torch.optim.Optimizer):
         """
         state = self.state[p]
         if "square" in state:
-            square = local(state["square"])
+            square = to_local(state["square"])
         else:
             # The mean of all elements is the mean of the column means, which every rank has.
-            columns = local(state["columns"])
-            square = local(state["rows"]).unsqueeze(-1) * (columns / columns.mean(-1, keepdim=True))
+            columns = to_local(state["columns"])
+            square = to_local(state["rows"]).unsqueeze(-1) * (columns / columns.mean(-1, keepdim=True))
 
-        return local(p.grad) * square.rsqrt()  # pyrefly: ignore[bad-argument-type]
+        return to_local(p.grad) * square.rsqrt()  # pyrefly: ignore[bad-argument-type]
 
 
 def _squared(p: Tensor) -> Tensor:
     """Return the squared gradient of this rank's rows. It is always above 0."""
-    return local(p.grad).square().add_(EPS1)  # pyrefly: ignore[bad-argument-type]
+    return to_local(p.grad).square().add_(EPS1)  # pyrefly: ignore[bad-argument-type]
 
 
 def _first_state(p: Tensor) -> dict[str, Any]:
     """Return the state before the first step: `square` for vectors, `rows` and `columns` for everything else."""
-    shard = local(p)
+    shard = to_local(p)
     step = torch.tensor(0.0)
     if p.dim() < 2 or min(p.shape[-2:]) == 1:
         return {"step": step, "square": dtensor_like(torch.zeros_like(shard), p)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.runtime.shards import dtensor_by_rows, dtensor_like, local
+from lockstep.runtime.shards import dtensor_by_rows, dtensor_like, to_local
 
 BLOCK = 256  # at most this many elements of a row share a scale
 MIN_ELEMENTS = 4096  # parameters with fewer elements keep float32 moments
@@ -54,15 +54,15 @@ class AdamW8bit(torch.optim.Optimizer):
 
         state["step"] += 1
 
-        shard = local(p)
+        shard = to_local(p)
         count = float(state["step"])
         if not shard.numel():
             return  # a rank may hold no row of a small parameter
 
         if state["exp_avg"].dtype == torch.uint8:
-            _update_8bit(shard, local(grad), state, count, group)
+            _update_8bit(shard, to_local(grad), state, count, group)
         else:
-            _adamw_(shard, local(grad), [local(state[name]) for name in MOMENTS], count, group)
+            _adamw_(shard, to_local(grad), [to_local(state[name]) for name in MOMENTS], count, group)
 
 
 def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: float, group: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: floa
     width = shard.shape[-1]
     rows = shard.reshape(-1, width)
     gradients = grad.reshape(-1, width)
-    stored = {key: local(value).flatten(0, -2) for key, value in state.items() if key != "step"}
+    stored = {key: to_local(value).flatten(0, -2) for key, value in state.items() if key != "step"}
 
     size = max(1, CHUNK_ELEMENTS // width)
     for start in range(0, len(rows), size):
@@ -100,7 +100,7 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     if p.dim() < 2 or p.numel() < MIN_ELEMENTS:
         return state | {name: _filled(p, 0, torch.float32) for name in MOMENTS}
 
-    shard = local(p)
+    shard = to_local(p)
     blocks = -(-p.shape[-1] // BLOCK)
     for name, signed in MOMENTS.items():
         # The byte for 0 depends on the table.
@@ -115,7 +115,7 @@ def _first_state(p: Tensor) -> dict[str, Any]:
 
 def _filled(p: Tensor, value: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor filled with `value`, with the shape and placement of `p`, always in row-major order."""
-    shard = local(p)
+    shard = to_local(p)
     return dtensor_like(torch.full(shard.shape, value, dtype=dtype, device=shard.device), p)
 
 

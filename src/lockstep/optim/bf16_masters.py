@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.optim.capabilities import is_known
 from lockstep.optim.optimizers import GroupPart, restricted_to
 from lockstep.runtime.seeds import derive
-from lockstep.runtime.shards import by_mesh, dtensor_like, local, shard_of
+from lockstep.runtime.shards import by_mesh, dtensor_like, shard_of, to_local
 
 CHUNK_ELEMENTS = 2**24  # elements that are updated at a time
 COMPENSATION = "compensation"  # key of the rounding error, in the optimizer's state and in a checkpoint
@@ -95,7 +95,7 @@ class MasterWeights:
             return parameter
 
         # A temporary master has memory only during an update.
-        wide = local(parameter).detach().float()
+        wide = to_local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
 
@@ -147,18 +147,18 @@ class MasterWeights:
 
         # The value is the parameter plus the stored rounding error. A permanent master keeps its value.
         if not self.persistent:
-            wide = local(master)
+            wide = to_local(master)
             wide.untyped_storage().resize_(wide.numel() * wide.element_size())
-            wide.copy_(local(parameter))
+            wide.copy_(to_local(parameter))
 
             # Not `state[master]`: it would create an empty state, which optimizers take for a first step.
             compensation = optimizer.state.get(master, {}).get(COMPENSATION)
             if compensation is not None:
-                wide.add_(local(compensation))
+                wide.add_(to_local(compensation))
 
         # The gradient is a float32 copy, which is freed after the update.
         gradient: Tensor = parameter.grad  # pyrefly: ignore[bad-assignment]
-        wide = local(gradient).float()
+        wide = to_local(gradient).float()
         if divisor is not None:
             wide.div_(divisor)
 
@@ -167,8 +167,8 @@ class MasterWeights:
     def _round_back(self, optimizer: torch.optim.Optimizer, master: Tensor, update_count: int) -> None:
         """Round an updated master into its bfloat16 parameter, and free temporary memory."""
         parameter = self._parameters[id(master)]
-        wide = local(master)
-        shard = local(parameter)
+        wide = to_local(master)
+        shard = to_local(parameter)
 
         # `copy_` rounds to the nearest bfloat16.
         if self.rounding == "stochastic":

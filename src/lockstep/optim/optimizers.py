@@ -34,7 +34,7 @@ from lockstep.optim.capabilities import (
 from lockstep.optim.registry import OptimizerTraits
 from lockstep.optim.unknown.probe import ProbeFailed, check_independent
 from lockstep.optim.unknown.stand_ins import step_with_stand_ins
-from lockstep.runtime.shards import by_mesh, local
+from lockstep.runtime.shards import by_mesh, to_local
 
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
@@ -125,13 +125,13 @@ class Update:
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
         """Multiply the gradients in place by a factor, and return them."""
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
-        torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
+        torch._foreach_mul_(grads if self._replicated else [to_local(grad) for grad in grads], factor)
         return grads
 
 
 def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConfig, norms: Norms) -> None:
     """Clip the gradients in place, by value or relative to the norms of their parameters."""
-    shards = [local(grad) for grad in grads]
+    shards = [to_local(grad) for grad in grads]
     if clip.value is not None:
         torch._foreach_clamp_min_(shards, -clip.value)
         torch._foreach_clamp_max_(shards, clip.value)

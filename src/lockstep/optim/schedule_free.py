@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.runtime.shards import local
+from lockstep.runtime.shards import to_local
 
 
 class AdamWScheduleFree(torch.optim.Optimizer):
@@ -71,7 +71,7 @@ class AdamWScheduleFree(torch.optim.Optimizer):
     def _update(self, parameters: list[Tensor], group: dict[str, Any], steps: int, share: float) -> None:
         """Move z by AdamW's step number `steps`, and x towards z by `share`."""
         rate, beta2 = float(group["lr"]), group["betas"][1]
-        grads = [local(p.grad) for p in parameters]  # pyrefly: ignore[bad-argument-type]
+        grads = [to_local(p.grad) for p in parameters]  # pyrefly: ignore[bad-argument-type]
         squares, fast, average = (self._states(parameters, name) for name in ("exp_avg_sq", "z", "x"))
 
         # Not `lerp` or `alpha`: they may use a fused multiply-add for some elements and not for others.
@@ -84,7 +84,7 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         torch._foreach_add_(divisors, group["eps"])
         moves = torch._foreach_div(grads, divisors)
         if group["weight_decay"]:
-            weights = [local(p).detach() for p in parameters]
+            weights = [to_local(p).detach() for p in parameters]
             torch._foreach_add_(moves, torch._foreach_mul(weights, group["weight_decay"]))
 
         # z takes the step, and x follows it by its share.
@@ -95,14 +95,14 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         self._put_training_weights(parameters, group)
 
     def _states(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        return [local(self.state[p][name]) for p in parameters]
+        return [to_local(self.state[p][name]) for p in parameters]
 
     def _put_training_weights(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Put y into the model: x and z, mixed by beta1."""
         beta1 = group["betas"][0]
         weights = torch._foreach_mul(self._states(parameters, "x"), beta1)
         torch._foreach_add_(weights, torch._foreach_mul(self._states(parameters, "z"), 1 - beta1))
-        torch._foreach_copy_([local(p).detach() for p in parameters], weights)
+        torch._foreach_copy_([to_local(p).detach() for p in parameters], weights)
 
     @torch.no_grad()
     def train(self) -> None:
@@ -117,4 +117,4 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         """Put x into the parameters: the weights to evaluate and to save."""
         parameters = [p for group in self.param_groups for p in group["params"] if self.state.get(p)]
         if parameters:
-            torch._foreach_copy_([local(p).detach() for p in parameters], self._states(parameters, "x"))
+            torch._foreach_copy_([to_local(p).detach() for p in parameters], self._states(parameters, "x"))

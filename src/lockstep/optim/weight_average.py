@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.runtime.shards import local
+from lockstep.runtime.shards import to_local
 
 
 class WeightAverage:
@@ -48,8 +48,8 @@ class WeightAverage:
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for average, p in zip(self.parameter_tensors.values(), self.parameters.values(), strict=True):
             averages, weights = by_dtype.setdefault(average.dtype, ([], []))
-            averages.append(local(average))
-            weights.append(local(p).to(average.dtype))
+            averages.append(to_local(average))
+            weights.append(to_local(p).to(average.dtype))
 
         # Not `lerp`: it may use a fused multiply-add for some elements and not for others, depending on their place.
         for dtype, (averages, weights) in by_dtype.items():
@@ -72,7 +72,7 @@ class WeightAverage:
     def restart(self, names: Collection[str]) -> None:
         """Let these averages begin with the current weights."""
         for name in names:
-            local(self.parameter_tensors[name]).copy_(local(self.parameters[name]))
+            to_local(self.parameter_tensors[name]).copy_(to_local(self.parameters[name]))
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # the tensors are all of its state
@@ -83,9 +83,9 @@ class WeightAverage:
     @contextmanager
     def swapped_in(self, before_change: Callable[[], None]) -> Iterator[None]:
         """Give the model the averages for a while. `before_change` drops full parameters gathered from shards."""
-        weights = [local(p).detach().clone() for p in self.parameters.values()]
+        weights = [to_local(p).detach().clone() for p in self.parameters.values()]
         before_change()
-        self._set(local(average) for average in self.parameter_tensors.values())
+        self._set(to_local(average) for average in self.parameter_tensors.values())
         try:
             yield
         finally:
@@ -95,7 +95,7 @@ class WeightAverage:
     @torch.no_grad()
     def _set(self, values: Iterator[Tensor]) -> None:
         for p, value in zip(self.parameters.values(), values, strict=True):
-            local(p).copy_(value)
+            to_local(p).copy_(value)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

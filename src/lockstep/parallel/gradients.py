@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.mesh import is_sharded_along_tp
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
-from lockstep.runtime.shards import in_memory_order_of, local
+from lockstep.runtime.shards import in_memory_order_of, to_local
 
 
 def sum_with_word(
@@ -98,7 +98,7 @@ def broadcast_unsharded_gradients(parameters: Sequence[nn.Parameter], tp: Collec
     gradients differ in the last bit would drift apart.
     """
     if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
-        tp.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
+        tp.broadcast_([to_local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
 
 
 def full_norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -56,7 +56,7 @@ class MetricNames:
 
     def agree(self, collectives: Collectives) -> None:
         """Make all ranks know the metrics of each of them. Collective. They sum them in this order from now on."""
-        gathered = collectives.gather_json(sorted(self.seen.union(self.known)))
+        gathered = collectives.all_gather_json(sorted(self.seen.union(self.known)))
         self.known = ["loss", *sorted({name for names in gathered for name in names} - {"loss"})]
         self.new = False
 

@@ -102,6 +102,6 @@ class ShardedDriver(MicroBatchDriver):
 
 def check_same_action(action: str, collectives: Collectives) -> None:
     """Raise RanksDiffer on all ranks unless all of them do the same `action` next. Collective."""
-    actions = collectives.gather_json(action)
+    actions = collectives.all_gather_json(action)
     if len(set(actions)) > 1:
         raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))

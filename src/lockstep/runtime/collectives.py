@@ -53,7 +53,7 @@ class Collectives:
             yield
             self.heartbeat.set_detail("")
 
-    def gather_json(self, value: Any, caller: str = "") -> list[Any]:
+    def all_gather_json(self, value: Any, caller: str = "") -> list[Any]:
         """Return every rank's `value`, by rank. As JSON, not as a pickle: received data can never run code.
 
         `caller`: the function of the user's code that needs it. If only some ranks have called it, all raise an error.
@@ -61,7 +61,7 @@ class Collectives:
         if self.world.alone:
             return [value]
 
-        with self._waiting_in("gather_json"):
+        with self._waiting_in("all_gather_json"):
             # all_gather needs equal sizes. Most messages are short: they go with their lengths, in one collective.
             message = f"{caller}\n{json.dumps(value)}".encode()
             texts = self._gather_bytes(len(message).to_bytes(8, "big") + message[:SHORT], 8 + SHORT)
@@ -79,12 +79,12 @@ class Collectives:
         return [json.loads(value) for value in values]
 
     def any(self, value: bool, caller: str = "") -> bool:
-        """Return whether `value` is true on any rank. `caller`: see `gather_json`."""
-        return any(self.gather_json(value, caller))
+        """Return whether `value` is true on any rank. `caller`: see `all_gather_json`."""
+        return any(self.all_gather_json(value, caller))
 
     def max(self, value: float) -> float:
         """Return the largest `value` of all ranks."""
-        return max(self.gather_json(value))
+        return max(self.all_gather_json(value))
 
     def _gather_bytes(self, data: bytes, size: int) -> list[bytes]:
         """Return every rank's `data`, by rank, padded to `size`. It waits for the device."""
@@ -101,24 +101,24 @@ class Collectives:
 
         return values
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather every rank's `values` (*shape, equal on all ranks) into a tensor (ranks, *shape) on their device."""
         if self.world.alone:
             return values.unsqueeze(0)
 
         gathered = values.new_empty(self.world.size, *values.shape)
-        with self._waiting_in("gather"):
+        with self._waiting_in("all_gather"):
             dist.all_gather(list(gathered.unbind()), values, group=self.group)
 
         return gathered
 
-    def gather_tensors(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    def all_gather_tensors(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return every rank's `tensors`, by rank. Their number, shapes and dtypes may differ between ranks."""
         if self.world.alone:
             return [tensors]
 
         # As bytes, padded to the longest, because all_gather needs equal sizes.
-        layouts = self.gather_json([[str(tensor.dtype), list(tensor.shape), tensor.nbytes] for tensor in tensors])
+        layouts = self.all_gather_json([[str(tensor.dtype), list(tensor.shape), tensor.nbytes] for tensor in tensors])
         size = max(sum(nbytes for *_, nbytes in layout) for layout in layouts)
         message = torch.zeros(size, dtype=torch.uint8, device=self.device)
         start = 0
@@ -126,7 +126,7 @@ class Collectives:
             message[start : start + tensor.nbytes] = as_bytes(tensor)
             start += tensor.nbytes
 
-        return [_unpack(received, layout) for received, layout in zip(self.gather(message), layouts, strict=True)]
+        return [_unpack(received, layout) for received, layout in zip(self.all_gather(message), layouts, strict=True)]
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         """Overwrite the `tensors` (any shapes and dtypes) of all ranks with the tensors of rank `source`."""
@@ -156,7 +156,7 @@ class Collectives:
                 error = caught
 
         # All ranks take part, so that an error on rank 0 is raised on the others too, which would otherwise wait.
-        result, error_args = self.gather_json([result, list(error.args) if error else None])[0]
+        result, error_args = self.all_gather_json([result, list(error.args) if error else None])[0]
         if error_args:
             raise error or UserError(*error_args)
 

@@ -139,7 +139,7 @@ class Heartbeat:
         if self.hook is not None:
             self.hook(self.step, phase)
 
-    def again(self) -> None:
+    def keep_alive(self) -> None:
         """Enter the current phase again: it is long, and it advances."""
         self.beat(self.phase)
 

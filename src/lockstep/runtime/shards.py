@@ -47,7 +47,7 @@ class LocalShard:
     offset: tuple[int, ...]  # where the shard starts in the full tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, which shares the DTensor's memory; or the plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -87,7 +87,7 @@ def shard_of(tensor: Tensor) -> LocalShard:
         for split in _splits(tensor):
             offset[split.dim] += split.start
 
-    return LocalShard(local(tensor), tuple(tensor.shape), tuple(offset))
+    return LocalShard(to_local(tensor), tuple(tensor.shape), tuple(offset))
 
 
 def is_first_copy(tensor: DTensor) -> bool:
@@ -222,7 +222,7 @@ def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
 
-    terms = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
+    terms = torch.stack([to_local(tensor).detach().double().square().sum() for tensor in tensors])
 
     # Each of several ranks that hold the same elements adds its fraction of their sum.
     copies = torch.tensor([ranks / _count_shards(tensor) for tensor in tensors], dtype=torch.float64)
@@ -253,7 +253,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     Unlike a norm, this sum changes with any single bit.
     """
     sums = [
-        local(t.detach())
+        to_local(t.detach())
         .contiguous()
         .reshape(-1)
         .view(INTEGERS.get(t.element_size(), torch.uint8))

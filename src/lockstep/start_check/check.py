@@ -98,7 +98,7 @@ def find_cause(run: CheckedRun, task: Any) -> Cause | None:
             samples = read_stream_samples(source, count)
 
         # One rank alone may fail to read its samples, and forwards may be collective: either all ranks go on or none.
-        reasons = run.runtime.collectives.gather_json(_reason_to_skip(samples))
+        reasons = run.runtime.collectives.all_gather_json(_reason_to_skip(samples))
         if any(reasons):
             run.note(next(filter(None, reasons)))
             return None
@@ -268,7 +268,7 @@ def _measure_first(run: CheckedRun, probe: Probe, make_batch: Callable[[], Any])
         reason = str(error)
 
     # If one rank cannot measure, no rank does.
-    reasons = run.runtime.collectives.gather_json(reason)
+    reasons = run.runtime.collectives.all_gather_json(reason)
     if measured is None or any(reasons):
         raise Inconclusive(next(filter(None, reasons)))
 
@@ -350,7 +350,7 @@ def _combine_ranks(run: CheckedRun, cause: Cause | None, measured: Measurement |
     """Return one cause for all ranks. Collective: every rank must call it."""
     local = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
 
-    gathered = run.runtime.collectives.gather_json(local)
+    gathered = run.runtime.collectives.all_gather_json(local)
 
     # Causes with the ranks that found them, and their keys.
     causes = [(rank, *found) for rank, (found, _, _) in enumerate(gathered) if found]

@@ -30,7 +30,7 @@ SOME = 8  # how many samples are read to see whether a dataset has different one
 def find_difference(run: CheckedRun, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     local_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([source.step_order.epoch_length, local_digests])
+    first, *others = run.runtime.collectives.all_gather_json([source.step_order.epoch_length, local_digests])
 
     # The length of an epoch decides about all positions.
     for rank, (length, _) in enumerate(others, start=1):
@@ -56,7 +56,7 @@ def _sample_differs(
     repeated = read_samples(source, request)
     again = repeated.digests() if repeated else []
 
-    if not all(run.runtime.collectives.gather_json(again == digests)):
+    if not all(run.runtime.collectives.all_gather_json(again == digests)):
         return named("augmentation", f"sample {index} was read twice by one rank, and differed")
 
     return named("data", f"sample {index} of data() is not the same on rank 0 and on rank {rank}")
@@ -80,7 +80,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
     except UserError as error:
         problem = error
 
-    gathered = runtime.collectives.gather_json([data_rank, local_digest, same, problem and list(problem.args)])
+    gathered = runtime.collectives.all_gather_json([data_rank, local_digest, same, problem and list(problem.args)])
 
     # A rank that failed raises its own error. The other ranks raise a copy of the first error.
     for rank, (*_, error_args) in enumerate(gathered):

@@ -418,7 +418,7 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     only.pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
         monkeypatch.setattr(only.pending, "save", SimpleNamespace(step=12, outcome=None, abort=str))
-        monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
+        monkeypatch.setattr(only.runtime.collectives, "all_gather_json", lambda _, answers=answers: answers)
         assert only.pending.abort_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
@@ -479,7 +479,7 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
 
 def pending_alone(tmp_path: Path, heartbeat: Heartbeat) -> PendingSave:
     """Return what follows the saves of a run of one rank, which logs nothing."""
-    collectives = SimpleNamespace(gather_json=lambda value: [value])
+    collectives = SimpleNamespace(all_gather_json=lambda value: [value])
     runtime: Any = SimpleNamespace(collectives=collectives, heartbeat=heartbeat)
     context: Any = SimpleNamespace(storage=CheckpointStorage(tmp_path))
     saver: Any = None
@@ -891,7 +891,7 @@ def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks() -> None:
     problem = "the checkpoints in FOLDER cannot be claimed"
 
     def on_rank(rank: int, gather: Any) -> Any:
-        collectives = SimpleNamespace(gather_json=gather, run_on_rank0=lambda act: 0.0)
+        collectives = SimpleNamespace(all_gather_json=gather, run_on_rank0=lambda act: 0.0)
         runtime: Any = SimpleNamespace(is_main=rank == 0, collectives=collectives)
         retry_module.retry_on_rank0(runtime, 0.0, stale, problem)
 

@@ -60,7 +60,7 @@ class Counted(BatchSource):
 
 def test_the_first_step_keeps_one_micro_batch_in_memory() -> None:
     source = Counted()
-    runtime: Any = SimpleNamespace(collectives=SimpleNamespace(gather_json=lambda value: [value]))
+    runtime: Any = SimpleNamespace(collectives=SimpleNamespace(all_gather_json=lambda value: [value]))
     for index, micro in enumerate(take_and_compare(source, runtime, 0)):
         assert micro.data[0] == index
         assert sum(data() is not None for data in source.made) == 1

@@ -77,7 +77,7 @@ def fp16_handler() -> OutcomeHandler:
 
 def fp16_handler_with(scaler: ScalerConfig) -> OutcomeHandler:
     config = RunConfig(global_batch=4, steps=10, spike=SpikeConfig(policy="skip"), scaler=scaler, precision="fp16")
-    collectives = SimpleNamespace(gather_json=lambda value: [value])
+    collectives = SimpleNamespace(all_gather_json=lambda value: [value])
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), collectives=collectives)
     return OutcomeHandler(StepContext(config, runtime, PRECISIONS["fp16"], global_batch=4))
 

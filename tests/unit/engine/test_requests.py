@@ -32,7 +32,7 @@ class FakeStepper:
 class FakeCollectives:
     """Has the requests of two ranks: this one, and one that requests nothing."""
 
-    def gather_json(self, requested: Any) -> list[Any]:
+    def all_gather_json(self, requested: Any) -> list[Any]:
         return [None, requested]
 
 

@@ -14,7 +14,7 @@ from lockstep.parallel.progress import MetricNames, StepProgress
 from lockstep.precision import PRECISIONS
 from lockstep.task import StepBatches
 
-COLLECTIVES: Any = SimpleNamespace(gather_json=lambda value: [value])
+COLLECTIVES: Any = SimpleNamespace(all_gather_json=lambda value: [value])
 
 
 class Lines:

@@ -66,7 +66,7 @@ def test_numbers_of_shape_1_are_summed_like_others(exact):
         loss = Loss(torch.tensor(1.0), weight, {"right": (torch.tensor([1.0]), weight), "wrong": torch.tensor(1.0)})
         sums.add([(loss.total, loss.weight)], list(metric_terms(loss)))
     if exact:
-        alone = SimpleNamespace(gather_json=lambda local: [local])
+        alone = SimpleNamespace(all_gather_json=lambda local: [local])
         totals = sums.take_global(["loss", "right", "wrong"], cast(Any, alone))
         assert [from_exact(exact_from_text(total)) for total in totals] == [3.0, 6.0] * 3
     else:

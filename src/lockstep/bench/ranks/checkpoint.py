@@ -224,7 +224,7 @@ class Ways:
     def _load_with_lockstep(self, step: int) -> None:
         """Read with every digest checked, as a resumed run does."""
         # The search is a part of it: the ranks first agree on a checkpoint that all of them can read.
-        reader = newest_valid(self.storage, self.rank, self.world, self.runtime.collectives.gather_json)
+        reader = newest_valid(self.storage, self.rank, self.world, self.runtime.collectives.all_gather_json)
         assert reader is not None, "nothing was saved"
 
         for name, tensor in self.state.items():

@@ -29,7 +29,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
         # Repetitions are chosen once, on rank 0, so that all ranks repeat alike.
         mine = {name: _repetitions(call, device) for name, call in calls.items()}
-        counts = runtime.collectives.gather_json(mine)[0]
+        counts = runtime.collectives.all_gather_json(mine)[0]
 
         yield {"backend": runtime.backend, "device": str(device), "missing": missing, "torch": torch.__version__}
 

@@ -88,7 +88,7 @@ def open_source(path: Path, runtime: Runtime, timeout_s: float, log_event: Event
         error = problem
 
     # All ranks must go on together, so all of them learn of the first error.
-    errors = runtime.collectives.gather_json(list(error.args) if error else None)
+    errors = runtime.collectives.all_gather_json(list(error.args) if error else None)
     for arguments in errors:
         if arguments:
             raise error or UserError(*arguments)

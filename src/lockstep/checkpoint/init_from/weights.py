@@ -74,7 +74,7 @@ def load_initial_weights(
     matched = match(state, source, config.weights)
 
     # Other files on another machine would give the ranks different weights.
-    world, gather = runtime.world, runtime.collectives.gather_json
+    world, gather = runtime.world, runtime.collectives.all_gather_json
     digest = source.digest(world.rank, world.size, gather)
     found = [sorted(matched.taken.items()), [source.shape(name) for name in matched.taken.values()]]
     _check_same(gather(found), typed)

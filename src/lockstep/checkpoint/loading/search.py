@@ -48,7 +48,7 @@ def wait_for_newest_valid(
     Collective. `runtime.heartbeat` beats for each chunk that is read.
     """
     world = runtime.world
-    gather, beat = runtime.collectives.gather_json, runtime.heartbeat.again
+    gather, beat = runtime.collectives.all_gather_json, runtime.heartbeat.keep_alive
     find = partial(newest_valid, storage, world.rank, world.size, gather, only, beat)
     return retry(find, runtime, timeout_s)
 

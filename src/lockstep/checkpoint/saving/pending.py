@@ -142,7 +142,7 @@ class PendingSave:
         # What this rank knows: why the save failed here, and whether another rank was the cause.
         outcome = self.save.outcome if self.save else None
         report = [outcome.reason, outcome.caused_elsewhere] if isinstance(outcome, SaveFailed) else [None, False]
-        reports = self._runtime.collectives.gather_json(report)
+        reports = self._runtime.collectives.all_gather_json(report)
 
         failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
         if not failures:

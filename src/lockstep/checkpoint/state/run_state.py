@@ -112,7 +112,7 @@ class RunState:
         captured = self.capture()
         json_state = captured.json_state
         if not self._same_on_all_ranks:
-            json_state = merge_json_state(runtime.collectives.gather_json(json_state))
+            json_state = merge_json_state(runtime.collectives.all_gather_json(json_state))
 
         # Only the first save compares stateful objects between ranks, because the digests take time.
         if not self._ranks_compared:
@@ -132,12 +132,12 @@ class RunState:
 
         # If all ranks hold the same tensors, no exchange is needed.
         same = self._same_on_all_ranks
-        all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.gather_json(sizes)
+        all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.all_gather_json(sizes)
         return shards_to_write(tensors, runtime.world.rank, all_sizes, self._placement.duplicates)
 
     def check_same_names(self, runtime: Runtime) -> None:
         """Raise a UserError unless all ranks have registered objects of the same names. Collective."""
-        names = [set(rank_names) for rank_names in runtime.collectives.gather_json(sorted(self.registered))]
+        names = [set(rank_names) for rank_names in runtime.collectives.all_gather_json(sorted(self.registered))]
         everywhere = set.intersection(*names)
         for rank, rank_names in enumerate(names):
             for name in sorted(rank_names - everywhere):
@@ -151,7 +151,7 @@ class RunState:
     def _warn_of_differences(self, captured: CapturedState, runtime: Runtime, log_event: EventLogger) -> None:
         """Warn if the state of an object differs between ranks, because only rank 0's is saved."""
         replicated = [name for name, stateful in self.registered.items() if not optional_members(stateful).read_shard]
-        digests = runtime.collectives.gather_json({name: digest(captured.states[name]) for name in replicated})
+        digests = runtime.collectives.all_gather_json({name: digest(captured.states[name]) for name in replicated})
         for name in digests[0]:
             if len({by_name[name] for by_name in digests}) > 1:
                 log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")

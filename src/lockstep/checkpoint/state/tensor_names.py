@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.runtime.shards import local
+from lockstep.runtime.shards import to_local
 
 
 def is_extra(name: str) -> bool:
@@ -34,7 +34,7 @@ def aliases_by_key(keys: Mapping[str, Any]) -> dict[str, str]:
 
 def storage_key(tensor: Tensor) -> Any:
     """Return a key that is equal for two tensors that share all their memory."""
-    tensor = local(tensor)
+    tensor = to_local(tensor)
 
     # An empty shard has no data pointer, but it has a storage object.
     if tensor.numel() == 0:

@@ -45,7 +45,7 @@ def retry_on_rank0(runtime: Runtime, timeout_s: float, act: Callable[[], Any], p
     After `timeout_s` seconds all ranks raise StorageUnavailable; if waiting does not help, a UserError at once. `act`
     may be called again after it has done a part of its work. `problem`: the first sentence of the error.
     """
-    gather = runtime.collectives.gather_json
+    gather = runtime.collectives.all_gather_json
 
     # The other ranks have nothing to do, and get rank 0's result.
     act_here = act if runtime.is_main else lambda: None
@@ -77,7 +77,7 @@ def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answ
 
         time.sleep(min(pause, left))
         pause = min(2 * pause, MAX_PAUSE_S)
-        runtime.heartbeat.again()
+        runtime.heartbeat.keep_alive()
 
 
 def run_on_all_ranks(

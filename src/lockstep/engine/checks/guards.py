@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.shards import checksums, local
+from lockstep.runtime.shards import checksums, to_local
 
 
 class LateHooks:
@@ -209,7 +209,7 @@ def _changes(gradient: Tensor) -> int:
     if type(gradient) is Tensor:
         return gradient._version
 
-    return gradient._version + local(gradient)._version + _changes_in_lists(gradient)
+    return gradient._version + to_local(gradient)._version + _changes_in_lists(gradient)
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
@@ -224,7 +224,7 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
         return
 
     # A few bytes for each parameter are sent, not the parameters.
-    first, *others = runtime.collectives.gather_json(checksums(named.values()))
+    first, *others = runtime.collectives.all_gather_json(checksums(named.values()))
     for rank, other in enumerate(others, start=1):
         for name, expected, actual in zip(named, first, other, strict=True):
             if expected != actual:

@@ -29,7 +29,7 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     sources = {} if runtime.world.alone else digests_of_sources()
 
     # One message for both, at the very start of a run.
-    everyone = runtime.collectives.gather_json({"config": values, "sources": sources})
+    everyone = runtime.collectives.all_gather_json({"config": values, "sources": sources})
     _check_same_sources([local["sources"] for local in everyone])
 
     # Every rank is compared with rank 0. The first key that differs is named.

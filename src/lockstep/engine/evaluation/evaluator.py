@@ -246,7 +246,7 @@ class Evaluator:
 
         # If any rank was preempted, all ranks stop here.
         preempted = may_preempt and self.runtime.notice.signal is not None
-        gathered = self.runtime.collectives.gather_json([rows, samples, preempted])
+        gathered = self.runtime.collectives.all_gather_json([rows, samples, preempted])
         if any(preempted for _, _, preempted in gathered):
             return None
 

@@ -74,7 +74,7 @@ def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str
         found = None
 
     # A rank that failed must not leave the others in the evaluation that may follow.
-    everyone = run.runtime.collectives.gather_json(found)
+    everyone = run.runtime.collectives.all_gather_json(found)
     if found is None or None in everyone:
         return None
 

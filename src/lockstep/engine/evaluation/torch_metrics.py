@@ -74,8 +74,8 @@ class MetricStates:
         updates_here = [part._update_count for part in parts]
 
         # Two messages: the counts, by which the others can split, and then all tensors at once.
-        counts = collectives.gather_json([updates_here, lengths])
-        gathered = collectives.gather_tensors([tensor for tensors in lists for tensor in tensors])
+        counts = collectives.all_gather_json([updates_here, lengths])
+        gathered = collectives.all_gather_tensors([tensor for tensors in lists for tensor in tensors])
 
         # By rank, then by state. Ranks are in the order of their batches, so lists are in the order of the samples.
         by_rank = [list(_split(tensors, lengths)) for tensors, (_, lengths) in zip(gathered, counts, strict=True)]

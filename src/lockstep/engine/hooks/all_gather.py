@@ -50,7 +50,7 @@ def gather_rows(rows: Tensor, collectives: Collectives, padding: bool = False) -
     own_rows = rows[:0] if padding else rows
     header = [len(own_rows), zlib.crc32(str(rows.dtype).encode()), *rows.shape[1:]]
     header += [-1] * (HEADER - len(header))
-    headers = collectives.gather(torch.tensor(header, device=rows.device)).tolist()
+    headers = collectives.all_gather(torch.tensor(header, device=rows.device)).tolist()
 
     # Buffers of different sizes would abort the process, or be filled with garbage.
     if any(other[1:] != header[1:] for other in headers):
@@ -83,7 +83,7 @@ class _GatherRows(torch.autograd.Function):
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
 
-        gathered = collectives.gather(padded)
+        gathered = collectives.all_gather(padded)
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     @staticmethod

@@ -99,7 +99,7 @@ def _world(runtime: Runtime) -> str:
 
 def _pids(runtime: Runtime) -> str:
     """List the process ids of all ranks, for attaching to one or killing it. Collective: every rank must call it."""
-    processes = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
+    processes = runtime.collectives.all_gather_json([socket.gethostname(), os.getpid()])
 
     # With several hosts a process id needs its host.
     several_hosts = len({host for host, _ in processes}) > 1

@@ -67,7 +67,7 @@ class ProfiledSteps(StepPart):
         folder.mkdir(exist_ok=True)
 
         # Each rank has traced itself; rank 0 puts the timelines together.
-        ranks = run.runtime.collectives.gather_json(self._stop(folder))
+        ranks = run.runtime.collectives.all_gather_json(self._stop(folder))
         if run.runtime.is_main:
             self._write(folder, ranks)
 

@@ -68,7 +68,7 @@ def source_options(
         watches_dataset=config.checks.first_batch,
         gather_states=partial(gather_state, runtime.collectives),
         log_event=log_event,
-        beat=runtime.heartbeat.again,
+        beat=runtime.heartbeat.keep_alive,
         check_state=_check_stream_state,
     )
 
@@ -80,8 +80,8 @@ def gather_state(collectives: Collectives, state: Any) -> list[Any]:
 
     tensors: dict[str, Tensor] = {}
     packed = pack(state, "state", tensors)
-    by_rank = collectives.gather_json([packed, list(tensors)])
-    tensors_by_rank = collectives.gather_tensors(list(tensors.values()))
+    by_rank = collectives.all_gather_json([packed, list(tensors)])
+    tensors_by_rank = collectives.all_gather_tensors(list(tensors.values()))
 
     states = []
     for (packed, names), received in zip(by_rank, tensors_by_rank, strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.optim.unknown.stand_ins import step_with_stand_ins
-from lockstep.runtime.shards import local
+from lockstep.runtime.shards import to_local
 
 # The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
 SCALES = (1.0, 1e3, 1e-3)
@@ -136,7 +136,7 @@ def _synthetic(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> nn.
 def _state_like(value: Any, p: Tensor, tensor: Tensor) -> Any:
     """Return the value for a synthetic parameter, if the optimizer's constructor has already created state for `p`."""
     if isinstance(value, Tensor) and value.dim() and value.shape == p.shape:
-        first = local(value).flatten()[:1]
+        first = to_local(value).flatten()[:1]
         return torch.full_like(tensor, float(first) if first.numel() else 0.0, requires_grad=False)
 
     return copy.deepcopy(value)

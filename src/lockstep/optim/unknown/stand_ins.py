@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.shards import dtensor_like, full_tensor, local, shard_of
+from lockstep.runtime.shards import dtensor_like, full_tensor, shard_of, to_local
 
 Groups = list[dict[str, Any]]
 
@@ -68,7 +68,7 @@ def _step(optimizer: torch.optim.Optimizer, groups: Groups, gather: bool) -> Gro
     # Copy the results into the parameters and their state. A stand-in without `gather` shares the shard's memory.
     for p, stand_in in stand_ins.items():
         if gather and isinstance(p, DTensor):
-            local(p.detach()).copy_(_local_shard(stand_in.detach(), p))
+            to_local(p.detach()).copy_(_local_shard(stand_in.detach(), p))
 
         if stand_in in temporary_state:
             new_state = temporary_state[stand_in].items()
@@ -91,7 +91,7 @@ def _plain_parameter(p: nn.Parameter, gather: bool) -> nn.Parameter:
 def _plain(value: Any, gather: bool) -> Any:
     if not isinstance(value, DTensor):
         return value
-    return full_tensor(value) if gather else local(value)
+    return full_tensor(value) if gather else to_local(value)
 
 
 def _laid_out(value: Any, p: nn.Parameter, stand_in: Tensor, gather: bool) -> Any:

@@ -21,8 +21,8 @@ def broadcast_buffers(buffers: Mapping[str, Tensor], collectives: Collectives) -
     layout = {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in buffers.items()}
 
     # A few bytes, in place of all names in every step.
-    if len(set(collectives.gather_json(zlib.crc32(repr(layout).encode())))) > 1:
-        first, *others = collectives.gather_json(layout)
+    if len(set(collectives.all_gather_json(zlib.crc32(repr(layout).encode())))) > 1:
+        first, *others = collectives.all_gather_json(layout)
         for rank, other in enumerate(others, start=1):
             for name in sorted({*first, *other}):
                 if first.get(name) != other.get(name):

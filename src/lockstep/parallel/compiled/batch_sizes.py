@@ -111,7 +111,7 @@ class SeenShapes:
     def agree(self, collectives: Collectives) -> None:
         """Give all ranks the same shapes. Collective."""
         # In the order of the ranks, so that all get the same result.
-        gathered = collectives.gather_json(list(self._calls))
+        gathered = collectives.all_gather_json(list(self._calls))
         self._calls = {tuple(map(tuple, shapes)): None for calls in gathered for shapes in calls}
 
         # Irregular calls have no common dimensions, so none of them is marked as dynamic.

@@ -118,7 +118,7 @@ class Compilation:
             )
 
         # All ranks keep the target, or none of them does: compiled and eager ranks would differ in the last bits.
-        problems = [problem for problem in runtime.collectives.gather_json(problem) if problem]
+        problems = [problem for problem in runtime.collectives.all_gather_json(problem) if problem]
         self.gave_up = runtime.collectives.any(self.gave_up)
         if problems:
             self._remove_target()

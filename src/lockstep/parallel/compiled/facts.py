@@ -131,7 +131,7 @@ class CompileFacts:
 
     def note_kernels(self, kernels: list[tuple[str, float]]) -> None:
         """Note what compiling would save of the kernels of a step; the least of all ranks counts. Collective."""
-        savings = self._runtime.collectives.gather_json(saving_s(kernels, self.eager_s))
+        savings = self._runtime.collectives.all_gather_json(saving_s(kernels, self.eager_s))
         self._saving_s = None if None in savings else min(savings)
 
     def _read_history(self) -> tuple[bool, dict[str, dict[str, Any]]]:

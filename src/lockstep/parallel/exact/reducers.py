@@ -179,7 +179,7 @@ class OrderedReplicas(OrderedTree):
         assert local_sum is not None, "some root has a gradient"
 
         # All ranks get the sums of all slices.
-        summed = collectives.gather(local_sum).flatten()[: sum(sizes)]
+        summed = collectives.all_gather(local_sum).flatten()[: sum(sizes)]
         for parameter, gradient in zip(parameters, summed.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 

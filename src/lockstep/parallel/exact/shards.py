@@ -19,7 +19,7 @@ from lockstep.parallel.micro_batches import ExactReducer
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.sharded import ShardedDriver
 from lockstep.runtime.control_word import LENGTH, ControlWord
-from lockstep.runtime.shards import local
+from lockstep.runtime.shards import to_local
 from lockstep.task import MicroBatch
 
 
@@ -113,7 +113,7 @@ class OrderedShards(ExactReducer):
     def _reduce_scalars(self) -> None:
         """Add the gradients of the zero-dimensional parameters over all micro-batches, along the tree."""
         assert self.turn is not None
-        gathered = self.driver.runtime.collectives.gather(torch.stack(self._scalar_terms))
+        gathered = self.driver.runtime.collectives.all_gather(torch.stack(self._scalar_terms))
         by_turn = gathered.transpose(0, 1)  # [turns, ranks, 2, scalars], the order of micro-batches
         terms = by_turn.flatten(0, 1)[: self.turn.total]  # the rest is padding
 
@@ -143,11 +143,11 @@ class OrderedShards(ExactReducer):
         message[:LENGTH] = packed
 
         for slot, tensor in zip(message[LENGTH:].split(shard_sizes), tensors, strict=True):
-            norms = row_norms(local(tensor))
+            norms = row_norms(to_local(tensor))
             slot[: len(norms)] = norms
 
         # The shards of all ranks one after the other are the rows in order, and then what was padded.
-        gathered = self.driver.runtime.collectives.gather(message)
+        gathered = self.driver.runtime.collectives.all_gather(message)
         shards = gathered[:, LENGTH:].split(shard_sizes, dim=1)
         rows = [norms.flatten()[:count] for norms, count in zip(shards, row_counts, strict=True)]
         return gathered[:, :LENGTH], rows

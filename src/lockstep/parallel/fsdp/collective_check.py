@@ -100,7 +100,7 @@ class CollectiveCheck:
             if action == REDUCE:
                 names = [name for name, present in zip(names, has_gradient, strict=True) if present]
 
-            actions = self.among.gather_json([self.runtime.world.rank, VERBS[action], names])
+            actions = self.among.all_gather_json([self.runtime.world.rank, VERBS[action], names])
             raise _ranks_differ_error(actions, self._in_mesh)
 
     def _compare_gradients(self, parameters: list[Any], number: int) -> None:

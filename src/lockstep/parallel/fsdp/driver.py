@@ -273,7 +273,7 @@ def _call_hooks(module: FSDPModule, hooked: list[tuple[Any, ParameterHooks]]) ->
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:
     """Whether every rank has memory for twice the size of all parameters. Collective."""
     needed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    memories = runtime.collectives.gather_json(_free_memory(runtime.device))
+    memories = runtime.collectives.all_gather_json(_free_memory(runtime.device))
     users = Counter(name for name, _ in memories)  # ranks may share a device
     return all(needed * users[name] <= free for name, free in memories)
 

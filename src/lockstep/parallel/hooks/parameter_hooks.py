@@ -108,7 +108,7 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
     parameters = dict(model.named_parameters())
     local_counts = {name: [len(h.on_gradient), len(h.after_accumulation)] for name, h in hooks.items()}
 
-    first, *others = runtime.collectives.gather_json(local_counts)
+    first, *others = runtime.collectives.all_gather_json(local_counts)
 
     for rank, counts in enumerate(others, start=1):
         for name in sorted(first.keys() | counts.keys()):
@@ -126,7 +126,7 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
     # All ranks raise the first problem that any rank finds.
     problems = (_problem(h, name, parameters, runtime) for name, h in hooks.items())
     local_problem = next(filter(None, problems), None)
-    for problem in runtime.collectives.gather_json(local_problem):
+    for problem in runtime.collectives.all_gather_json(local_problem):
         if problem:
             raise UserError(*problem, cause="hook")
 

@@ -111,7 +111,7 @@ def fill_model(
     memories.drop_unused()
 
     # init=host would broadcast rank 0's weights. Here, all ranks must initialise the same weights.
-    digests = runtime.collectives.gather_json(filling.digest)
+    digests = runtime.collectives.all_gather_json(filling.digest)
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise different_weights(

@@ -215,7 +215,7 @@ class PipelineDriver(Driver):
     def _raise_refusal(self) -> NoReturn:
         """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""
         local = self._pipeline.refusal
-        refusals = self._runtime.collectives.gather_json(list(local.args) if local else None)
+        refusals = self._runtime.collectives.all_gather_json(list(local.args) if local else None)
         raise local or UserError(*next(filter(None, refusals)))
 
 

@@ -190,7 +190,7 @@ class Pipeline:
 
         # FSDP inside the stages makes every forward and backward collective within the group.
         if self.shard_group is not None:
-            peers = self.shard_group.gather_json([groups, new])
+            peers = self.shard_group.all_gather_json([groups, new])
             # If the ranks group their micro-batches differently, each micro-batch goes alone.
             if any(peer_groups != groups for peer_groups, _ in peers):
                 groups = [[index] for index in indices]

@@ -235,7 +235,7 @@ def shard_stages(
         configure_sharding(stage)
         _tie_again(model, originals)
 
-    counts_by_rank = axes.along("pp").gather_json(counts)
+    counts_by_rank = axes.along("pp").all_gather_json(counts)
     total = sum(count for count, _ in counts_by_rank)
     return describe_blocks(total, sum(separate for _, separate in counts_by_rank))
 

@@ -17,10 +17,10 @@ def agreed(*ranks: list[list[Shape]]) -> list[SeenShapes]:
     for seen, calls in zip(ranks_shapes, ranks, strict=True):
         for shapes in calls:
             seen.note(shapes)
-        seen.agree(SimpleNamespace(gather_json=lambda mine: gathered.append(mine) or [mine]))  # type: ignore[arg-type]
+        seen.agree(SimpleNamespace(all_gather_json=lambda mine: gathered.append(mine) or [mine]))  # type: ignore[arg-type]
 
     for seen in ranks_shapes:
-        seen.agree(SimpleNamespace(gather_json=lambda mine: json.loads(json.dumps(gathered))))  # type: ignore[arg-type]
+        seen.agree(SimpleNamespace(all_gather_json=lambda mine: json.loads(json.dumps(gathered))))  # type: ignore[arg-type]
 
     return ranks_shapes
 

@@ -29,7 +29,7 @@ class OneRank:
 class WithOneOther(Collectives):
     """Collectives of two ranks, of which the other always has the number 7."""
 
-    def gather_json(self, value: Any, caller: str = "") -> list[Any]:
+    def all_gather_json(self, value: Any, caller: str = "") -> list[Any]:
         return [value, 7]
 
 
