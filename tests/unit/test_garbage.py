@@ -42,7 +42,7 @@ def test_a_manifest_that_is_decoded_during_a_capture_does_not_switch_the_collect
 
     monkeypatch.setattr(manifest_reader, "_decode", slow)
     decode = threading.Thread(
-        target=manifest_reader.decode, args=(b"", Checkpoint(CheckpointStorage(tmp_path), "step-00000001"))
+        target=manifest_reader.decode_manifest, args=(b"", Checkpoint(CheckpointStorage(tmp_path), "step-00000001"))
     )
     decode.start()
     assert decoding.wait(60)
