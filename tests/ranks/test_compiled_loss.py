@@ -514,10 +514,12 @@ def distances(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (model(x) - 1).abs().sum(), len(x)
 
 
-def several_functions(world: World, store: Any, folder: str, compiled: bool, at_step: int = 0) -> dict[str, Any]:
-    """Train on two functions in turn, of which `run.compile` gets the second one at a step."""
+def several_functions(
+    world: World, store: Any, folder: str, compiled: bool, at_step: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Train on two functions in turn, of which `run.compile` gets the second one in the step with this index."""
     values = {**QUIET, "compile": compiled, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
-    resolved = resolve([("test", values)])
+    resolved = resolve([("test", values | settings)])
     torch._dynamo.reset()
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 
@@ -556,8 +558,17 @@ def test_each_of_several_functions_is_called(pool: Any, tmp_path: Any) -> None:
 
 
 def test_a_function_is_refused_after_the_first_step_with_another(pool: Any, tmp_path: Any) -> None:
-    with pytest.raises(Exception, match=r"run.compile\(distances\) got another function than before, in step 2"):
-        pool.run(several_functions, str(tmp_path), True, 2, world=1)
+    with pytest.raises(Exception, match=r"run.compile\(distances\) got another function than before, in step 3"):
+        pool.run(several_functions, str(tmp_path / "whole"), True, 2, world=1)
+
+    # A resumed run counts the steps before it.
+    pool.run(resumed_with_another_function, str(tmp_path / "parts"), world=1)
+
+
+def resumed_with_another_function(world: World, store: Any, folder: str) -> None:
+    several_functions(world, store, folder, True, steps=2, **{"checkpoint.every": 2})
+    with pytest.raises(lockstep.UserError, match="another function than before, in step 4"):
+        several_functions(world, store, folder, True, 3, resume="auto", **{"checkpoint.every": 2})
 
 
 def evaluated_first(world: World, store: Any, folder: str) -> tuple[list[Any], str]:

@@ -17,7 +17,7 @@ from lockstep.checkpoint.choose import checkpoints_at, choose, retention_of, run
 from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
+from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
@@ -56,7 +56,7 @@ def show(path: Path) -> tuple[str, int]:
     checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint)
+        metrics = metrics_of(checkpoint, manifest)
     except InvalidCheckpoint as problem:
         return f"{problem.label}: {problem}", 1
 
@@ -112,7 +112,7 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
         return {}, problems
 
     try:
-        return read_metrics(checkpoint), []
+        return metrics_of(checkpoint, manifest), []
     except InvalidCheckpoint as problem:
         return {}, [problem]
 
@@ -196,7 +196,7 @@ def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]
 
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint)
+        metrics = metrics_of(checkpoint, manifest)
         for file in manifest.files:
             check_size(checkpoint, file)
     except InvalidCheckpoint as problem:

@@ -10,6 +10,7 @@
     state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
     state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
+    has_metrics                       true if the step was evaluated before the save (`commit`), or left out
 
 A run that resumes reads them in `Resumer.load` and `RunState.restore`; the properties of `Manifest` give single values
 to other callers. `manifest_reader` reads and checks a manifest. This module does not import torch.
@@ -191,6 +192,11 @@ class Manifest:
     def frozen_digests(self) -> dict[str, str]:
         """The digests of frozen parameters whose values are not saved (checkpoint.frozen=false)."""
         return self._value("state", "model", "frozen_digests")
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether the checkpoint was saved with metrics. Those of a later evaluation are not known here."""
+        return self.values.get("has_metrics") is True
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return the state of the stateful object `name`, as `encoding.pack` encodes it."""

@@ -2,7 +2,7 @@
 
 They are in a small file beside the manifest, `metrics.json`: an evaluation may come after the save, and a run saves no
 step twice only to add its results. The file is replaced in one piece, and holds its own digest. A step without it was
-not evaluated. This module does not import torch.
+not evaluated, unless its manifest says that it was saved with metrics. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Unreadable, canonical, float_of
+from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Manifest, Unreadable, canonical, float_of
 from lockstep.checkpoint.manifest_reader import (
     as_invalid,
     check_fields,
     check_floats,
     parse_json,
+    read_manifest,
     require,
 )
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
@@ -42,8 +43,20 @@ def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
     checkpoint.storage.replace(f"{checkpoint.name}/{METRICS}", content, durable=True)
 
 
+def metrics_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
+    """Return the metrics of a checkpoint with this manifest, which may show that they are lost.
+
+    Raises InvalidCheckpoint.
+    """
+    metrics = read_metrics(checkpoint)
+    if manifest.has_metrics and not metrics:
+        raise Damaged(checkpoint, METRICS, "missing")
+
+    return metrics
+
+
 def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the metrics of a checkpoint. Raises InvalidCheckpoint."""
+    """Return the metrics in the file; {} if there is no file. Raises InvalidCheckpoint."""
     with as_invalid(checkpoint, METRICS):
         try:
             with checkpoint.open(METRICS) as stream:
@@ -119,9 +132,16 @@ class CheckpointMetrics:
 
 
 def _read_or_empty(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint; {} if the file is damaged: then only its age decides whether it is kept."""
+    """Return the metrics of a checkpoint; {} if they or the manifest are damaged, or the manifest has another format.
+
+    Then only its age decides whether it is kept: the best must be one that can be loaded.
+    """
     try:
-        return read_metrics(checkpoint)
+        metrics = read_metrics(checkpoint)
+        if metrics:
+            read_manifest(checkpoint)
+
+        return metrics
     except Unreadable as problem:
         path = checkpoint.path
         raise OSError(

@@ -142,7 +142,10 @@ class OwnRun(BuiltRunView):
 
         # Without a compiler nothing is compiled, or the model's forward is collective and compiled by itself.
         compiler = compiler_among(driver.parts)
-        return compiler.around(function) if compiler else function
+        if compiler is None:
+            return function
+
+        return compiler.around(function, self._run.steps_done + 1 if self._run else 1)
 
     def register(self, name: str, stateful: Any) -> None:
         """Save `stateful` with every checkpoint and restore its state on resume. Call it before `run.steps`.

@@ -21,7 +21,8 @@ class Restarts:
     # The times of the restarts within the last hour.
     times: list[float] = field(default_factory=list)
 
-    # How many restarts there were since the newest checkpoint, how many of them after a hang, and its step.
+    # How many restarts there were since the newest checkpoint, how many of them after a timeout was reached, and its
+    # step.
     in_a_row: int = 0
     hangs: int = 0
     newest_step: int | None = None
@@ -41,7 +42,7 @@ class Restarts:
             self.newest_step, self.in_a_row, self.hangs = newest_step, 0, 0
 
     def count(self, now: float, hang: bool = False) -> None:
-        """Count a restart, after a `hang` or another failure."""
+        """Count a restart. `hang`: after ranks have reached a timeout."""
         self.times = [*within_last_hour(self.times, now), now]
         self.in_a_row += 1
         self.hangs += hang

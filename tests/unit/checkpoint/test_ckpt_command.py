@@ -57,10 +57,8 @@ def test_ls_gives_a_line_for_each_newest_first(run, capsys):
     assert f"damaged: {file_name(0)}: has 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
 
 
-@pytest.mark.parametrize(
-    ("file", "says"), [("manifest.json", "cannot be exported"), ("metrics.json", "cannot be compared now")]
-)
-def test_ls_lists_all_checkpoints_if_the_best_one_cannot_be_read(tmp_path, capsys, monkeypatch, file, says):
+@pytest.mark.parametrize("file", ["manifest.json", "metrics.json"])
+def test_ls_lists_all_checkpoints_if_the_best_one_cannot_be_read(tmp_path, capsys, monkeypatch, file):
     for step in (5, 10):
         values = {"config": {"checkpoint.best": "loss"}}
         commit(tmp_path / "checkpoints", step, values=values, metrics={"loss": float(step)})
@@ -80,7 +78,7 @@ def test_ls_lists_all_checkpoints_if_the_best_one_cannot_be_read(tmp_path, capsy
 
     code, text = lockstep(capsys, "ckpt", "export", tmp_path, "--best")
     assert code != 0
-    assert says in text
+    assert "cannot be compared now" in text
 
 
 def test_show_describes_the_newest_or_the_one_given(run, capsys):

@@ -323,6 +323,27 @@ def test_a_run_that_deletes_all_checkpoints_in_time_is_named(tmp_path):
         newest_valid(CheckpointStorage(root), 0, 1, alone, beat=commit_next)
 
 
+def test_only_deletions_in_a_row_count(tmp_path, monkeypatch):
+    """Between two checkpoints that are deleted is a damaged one: the run is slower than the search."""
+    monkeypatch.setattr(search, "MAX_GONE", 2)
+    storage = CheckpointStorage(tmp_path)
+    for step in (10, 20, 30):
+        commit(storage, step)
+    (tmp_path / "step-00000020" / "manifest.json").unlink()
+
+    def delete() -> None:
+        names = storage.folders()
+        if "step-00000030" in names:
+            delete_checkpoint(storage, "step-00000030", "token")
+        elif "step-00000010" in names:
+            commit(storage, 40)
+            delete_checkpoint(storage, "step-00000010", "token")
+
+    found = newest_valid(storage, 0, 1, alone, beat=delete)
+    assert found is not None
+    assert found.checkpoint.name == "step-00000040"
+
+
 def test_one_checkpoint_that_was_chosen_and_deleted_is_missing(root):
     def delete() -> None:
         delete_checkpoint(CheckpointStorage(root), "step-00000010", "token")

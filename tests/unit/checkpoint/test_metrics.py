@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import commit, load, same, state
+from checkpoints import commit, load, same, savers, shard, state
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.command import verify
+from lockstep.checkpoint.choose import choose
+from lockstep.checkpoint.command import ls, prune, show, verify
 from lockstep.checkpoint.manifest import Damaged
-from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics, write_metrics
+from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of, read_metrics, write_metrics
+from lockstep.checkpoint.retention import best_checkpoint
+from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
+from lockstep.config.sections import CheckpointConfig
 from lockstep.observe.sinks import read_jsonl
 from lockstep.run_folder.checkpoint_names import METRICS
 
@@ -166,6 +171,55 @@ def test_no_byte_of_the_metrics_may_change(tmp_path: Path) -> None:
     assert f"{METRICS}: " in text
     assert CheckpointMetrics(CheckpointStorage(root)).by_step() == {1: {}}
     assert same(load(root)[1], state(1))
+
+
+@pytest.mark.parametrize("damage", ["garbage", '{"format": 4}'])
+def test_the_best_is_a_checkpoint_that_can_be_loaded(tmp_path: Path, damage: str) -> None:
+    """Step 10 has the least loss, and a manifest that is damaged or of another version: step 20 was deleted for it."""
+    root = tmp_path / "checkpoints"
+    best = {"config": {"checkpoint.best": "loss", "checkpoint.keep": "1"}}
+    for step, loss in [(10, 1.0), (20, 2.0), (30, 3.0)]:
+        commit(root, step, values=best, metrics={"loss": loss})
+    (root / "step-00000010" / "manifest.json").write_text(damage)
+
+    config, storage = CheckpointConfig(keep=1, best="loss"), CheckpointStorage(root)
+    found = best_checkpoint(CheckpointMetrics(storage), config)
+    assert found is not None
+    assert (found.checkpoint.step, found.value) == (20, 2.0)
+    assert choose(tmp_path, best=True).step == 20
+
+    [saver] = savers(root, settings=config)
+    saver.start(40, RankContents(shard(state(40), 0, 1)), {"loss": 4.0})
+    assert saver.take_ended()[0].outcome.warning == ""
+    assert sorted(name for name in storage.folders()) == ["step-00000020", "step-00000040"]
+
+
+def test_metrics_that_are_lost_are_missed(tmp_path: Path) -> None:
+    """Without its file, a checkpoint that was evaluated looked like one that never was."""
+    root = tmp_path / "checkpoints"
+    evaluated, plain, later = commit(root, 1, metrics={"loss": 2.5}), commit(root, 2), commit(root, 3)
+    write_metrics(later, {"loss": 1.5})
+    assert verify(tmp_path)[1] == 0
+    assert [metrics_of(checkpoint, read_manifest(checkpoint)) for checkpoint in (evaluated, plain, later)] == [
+        {"loss": 2.5},
+        {},
+        {"loss": 1.5},
+    ]
+
+    (root / evaluated.name / METRICS).unlink()
+    text, code = verify(tmp_path)
+    assert code == 1
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        ["step-00000001", "damaged"],
+        [f"{METRICS}:", "missing"],
+    ]
+    assert show(evaluated.path) == (f"damaged: {evaluated.name}/{METRICS}: missing", 1)
+    assert f"damaged: {METRICS}: missing" in ls(tmp_path)[0]
+    assert "step-00000001 is damaged and stays" in prune(tmp_path, 1, dry_run=True)[0]
+
+    # It cannot be the best, but a run may resume from it.
+    assert CheckpointMetrics(CheckpointStorage(root)).by_step() == {1: {}, 2: {}, 3: {"loss": 1.5}}
+    assert same(load(root)[1], state(3))
 
 
 @pytest.mark.parametrize("metrics", [{"loss": "1"}, {"loss": [1]}, {"loss": {"$float": "one"}}, {"loss": True}])

@@ -7,6 +7,8 @@ import gc
 import io
 import os
 import shutil
+import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ from lockstep.checkpoint.loading.search import newest_valid
 from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.storage import stores
+from lockstep.checkpoint.storage.files import sync_names
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.transitions import claim
@@ -468,6 +471,77 @@ def test_all_new_folders_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest
     synced.clear()
     storage.write(f"step-00000001.tmp-a-1/{file_name(0)}", [memoryview(b"abc")])
     assert synced >= {tmp_path / "stores" / "bucket", tmp_path / "stores", tmp_path}
+
+    # On overlayfs a file may seem to be on another disk than its folder.
+    real_stat = Path.stat
+
+    def overlay_stat(path: Path, **options: Any) -> Any:
+        found = real_stat(path, **options)
+        if stat.S_ISDIR(found.st_mode):
+            return found
+        return SimpleNamespace(st_mode=found.st_mode, st_dev=found.st_dev + 1, st_ino=found.st_ino)
+
+    synced.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", overlay_stat)
+        sync_names(tmp_path / "runs" / "first" / "checkpoints" / "owner")
+    assert synced >= {tmp_path / "runs" / "first" / "checkpoints", tmp_path / "runs", tmp_path}
+
+
+def test_only_the_folder_with_the_name_itself_must_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of a folder far above, such as that of a file server, stopped every run below it."""
+    storage = CheckpointStorage(tmp_path / "runs" / "first" / "checkpoints")
+    sync, synced = os.fsync, set()
+    broken = tmp_path / "runs"
+
+    def fail(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path == broken:
+            raise OSError(errno.EIO, "the disk coughed")
+        synced.add(path)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    claim(storage, "a")
+    assert synced >= {tmp_path / "runs" / "first", tmp_path}
+
+    broken = tmp_path / "runs" / "first"
+    with pytest.raises(OSError, match="the disk coughed"):
+        claim(storage, "b")
+
+
+CLAIM_AS_NOBODY = """
+import os
+from pathlib import Path
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.transitions import claim
+
+os.chdir("closed/work")
+os.chmod("..", 0)
+if os.geteuid() == 0:
+    os.chown(".", 65534, 65534)
+    os.setuid(65534)
+
+sync, synced = os.fsync, set()
+
+def note(handle):
+    synced.add(os.fstat(handle).st_ino)
+    sync(handle)
+
+os.fsync = note
+claim(CheckpointStorage(Path("runs/first/checkpoints")), "a")
+assert synced >= {os.stat(folder).st_ino for folder in ("runs/first", "runs", ".")}, synced
+"""
+
+
+def test_a_run_may_be_below_a_folder_that_this_user_may_not_enter(tmp_path: Path) -> None:
+    """The working folder is there, and the path of the run is relative: the absolute one leads nowhere."""
+    (tmp_path / "closed" / "work").mkdir(parents=True)
+    child = subprocess.run([sys.executable, "-c", CLAIM_AS_NOBODY], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "closed").chmod(0o755)
+    assert child.returncode == 0, child.stderr
 
 
 def test_an_object_that_cannot_be_read_is_not_called_damaged(

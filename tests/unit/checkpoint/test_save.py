@@ -727,6 +727,21 @@ def test_an_attempt_that_was_replaced_deletes_nothing(storage, monkeypatch):
     assert folders(storage) == {"step-00000001", "step-00000002"}
 
 
+def test_a_warning_about_old_checkpoints_outlives_what_fails_after_it(storage, monkeypatch):
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
+
+    def fail(phase, step):
+        if phase == "latest":
+            claim(storage, "other")
+        elif phase == "committed":
+            raise RuntimeError("later")
+
+    monkeypatch.setattr(faults, "fire", fail)
+    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    [save] = saver.take_ended()
+    assert save.outcome.warning.startswith("safe, but older ones are not deleted: another attempt has taken over")
+
+
 @pytest.mark.parametrize(("phase", "left"), [("write", set()), ("latest", {"step-00000001"})])
 def test_ctrl_c_in_a_save_without_a_thread_ends_the_run(storage, monkeypatch, phase, left):
     def interrupt(now, step):

@@ -100,6 +100,7 @@ def newest_valid(
             raise _cannot_use(problem, Checkpoint(storage, older[0]) if older else None)
 
         damaged[checkpoint.name] = problem
+        gone = 0
 
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
         if len(damaged) >= MAX_INVALID and len(names) > MAX_INVALID:

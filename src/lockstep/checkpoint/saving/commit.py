@@ -53,6 +53,11 @@ def commit(
     """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
+
+    # If the file of the metrics is lost, the manifest shows that there was one.
+    if metrics:
+        values = {**values, "has_metrics": True}
+
     manifest = _manifest(draft.step, confirmations, aliases, values)
     encoded = encode_manifest(manifest)
 

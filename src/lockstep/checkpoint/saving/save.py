@@ -250,17 +250,18 @@ class Save:
 
     def _tidy_up(self, committed: Committed) -> Committed:
         """Do what follows a commit, and return its outcome: the checkpoint is safe whatever fails here."""
+        warning = committed.warning
         try:
             announce(self.draft)
 
             # `write_s` does not include deleting old checkpoints.
             self.write_s = time.perf_counter() - self._began
-            warning = committed.warning or delete_old(self.context)
+            warning = warning or delete_old(self.context)
 
             file = f"{folder_name(self.step)}/{file_name(0)}"
             faults.damage_committed(self.context.storage, file, self.step)
         except Exception as error:  # an exception would be lost with the thread
-            warning = committed.warning or f"safe, but tidying up after it failed: {_as_text(error)}"
+            warning = warning or f"safe, but tidying up after it failed: {_as_text(error)}"
 
         return replace(committed, warning=warning)
 

@@ -69,16 +69,27 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_names(path: Path) -> None:
-    """Make the name of a file or folder durable, and those of the folders above it: any of them may be new."""
-    path = path.resolve()
-    disk = path.stat().st_dev
-    for folder in path.parents:
-        if folder.stat().st_dev != disk:
-            break
+    """Make the name of a file or folder durable, and those of the folders above it on its disk: any may be new.
 
-        # In a folder that this user may not read, such as /home, nothing new is expected.
-        with suppress(PermissionError):
-            sync_folder(folder)
+    Raise OSError if the name itself cannot be made durable.
+    """
+    # Climb with "..": a relative path may begin below a folder that this user may not enter. The disk is that of a
+    # folder, because on overlayfs a file may seem to be on another.
+    folder = path / ".." if path.is_dir() else path.parent
+    sync_folder(folder)
+    here = folder.stat()
+
+    # Above it nothing was written to. An error there, such as that of a file server, must not stop a run.
+    with suppress(OSError):
+        while True:
+            folder = folder / ".."
+            below, here = here, folder.stat()
+            if here.st_dev != below.st_dev or here.st_ino == below.st_ino:
+                break  # another disk, or the root
+
+            # This user may not read some folders, such as /home.
+            with suppress(OSError):
+                sync_folder(folder)
 
 
 def write_file(path: Path, chunks: Iterable[memoryview]) -> None:

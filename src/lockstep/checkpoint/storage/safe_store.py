@@ -44,10 +44,16 @@ class SafeStore:
             self._store.delete(url)
 
     def free_bytes(self, url: str) -> int | None:
-        """Return how many bytes can still be written below this URL; None if the store does not say it."""
-        with _as_os_error(url):
+        """Return how many bytes can still be written below this URL; None if the store does not say it.
+
+        Its measurement may fail, and an attribute of this name may be something else: neither may cost a save.
+        """
+        free = None
+        with suppress(OSError), _as_os_error(url):
             measure = getattr(self._store, "free_bytes", None)
-            return measure(url) if measure else None
+            free = measure(url) if measure else None
+
+        return free if isinstance(free, int) else None
 
 
 class _SafeReader(io.RawIOBase):

@@ -28,7 +28,8 @@ class TensorStore(Protocol):
     of a run use a store at the same time, and each rank from two threads. FileNotFoundError means that there is nothing
     at this URL, and errno.ENOSPC that the store is full. Any other exception costs one checkpoint, and never the run.
 
-    A store that knows how many bytes can still be written below a URL may also have a method `free_bytes(url)`.
+    A store that knows how many bytes can still be written below a URL may also have a method `free_bytes(url)`. It is
+    called before every save; if it raises, or returns no int, the room is unknown, and the save begins.
     """
 
     def write(self, url: str, chunks: Iterable[memoryview]) -> None:

@@ -25,7 +25,7 @@ from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import NODES_KILL_S, JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.hangs.suspicion import RAISE_FACTOR
+from lockstep.launch.hangs.suspicion import raise_factor
 from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import JobEnd, Kill
 
@@ -57,7 +57,7 @@ class FailureHandler:
             case Restart():
                 # A smaller micro-batch is asked for only a few times.
                 if not failure.traits.asks_for_smaller_micro_batch:
-                    self._state.restarts.count(now, hang=failure.noticed_as(LauncherFailure.HANG))
+                    self._state.restarts.count(now, hang=self._reached_timeout(failure))
 
                 self.announce(failure, self._describe_restart(failure, now))
 
@@ -198,9 +198,18 @@ class FailureHandler:
             budget += f", {in_a_row} of {limits.max_in_a_row} in a row without a new checkpoint"
 
         # Slow work may have been taken for a hang.
-        times = f"{RAISE_FACTOR**state.restarts.hangs:g} times as long until the next checkpoint"
-        more_time = f"; hang timeouts are {times}" if failure.noticed_as(LauncherFailure.HANG) else ""
+        more_time = ""
+        if self._reached_timeout(failure):
+            times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
+            more_time = f"; hang timeouts are {times} until the next checkpoint"
+
         return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
+
+    def _reached_timeout(self, failure: Failure) -> bool:
+        """Return whether it is a hang of ranks that have reached a timeout; not of one that is suspended or gone."""
+        attempt = self._state.attempt
+        is_hang = failure.noticed_as(LauncherFailure.HANG)
+        return is_hang and attempt is not None and attempt.watchdog.timeout_was_reached
 
     def _describe_end(self, end: End, failure: Failure) -> str:
         """Return why the job is not restarted, and what to type."""

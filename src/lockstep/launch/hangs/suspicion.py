@@ -33,9 +33,12 @@ BUSY_FACTOR = 12.0
 # Seconds that a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
 HALTED_S = 3.0
 
-# How much longer ranks may take for each attempt that was ended as hanging since the newest checkpoint. Otherwise slow
-# work that is taken for a hang would end every attempt at the same step.
+# How much longer ranks may take for each attempt that has ended because a timeout was reached, since the newest
+# checkpoint. Otherwise slow work that is taken for a hang would end every attempt at the same step.
 RAISE_FACTOR = 4.0
+
+# Further hangs raise no timeout: `hang.first` limits it long before, and a float has a limit, too.
+MAX_RAISES = 10
 
 
 # ---- one rank ----
@@ -116,7 +119,7 @@ class Suspicion:
 def suspect(views: list[RankView], config: HangConfig, hangs: int = 0) -> Suspicion | None:
     """Return a suspicion if the job as a whole stalls. `views` are all ranks of the job, on all nodes.
 
-    `hangs`: how many attempts were ended as hanging since the newest checkpoint. Timeouts are longer then.
+    `hangs`: how many attempts have reached a timeout since the newest checkpoint. Timeouts are longer then.
     """
     # After its run a rank's process may go on for any time, or be gone.
     working = [view for view in views if not view.phase_info.after_run]
@@ -174,8 +177,8 @@ class Peers:
 def raised_timeout(view: RankView, peers: Peers, config: HangConfig, hangs: int) -> Timeout:
     """Return the timeout of this rank: `timeout_of`, or more.
 
-    It is raised if the rank is visibly at work, because one long batch is not a hang, and if earlier attempts were
-    ended as hanging.
+    It is raised if the rank is visibly at work, because one long batch is not a hang, and if earlier attempts have
+    reached a timeout.
     """
     timeout = timeout_of(view, peers, config)
 
@@ -184,8 +187,13 @@ def raised_timeout(view: RankView, peers: Peers, config: HangConfig, hangs: int)
         timeout = max(timeout, Timeout(BUSY_FACTOR * config.least, "hang.least", config.least))
 
     # For each earlier attempt, but never more than a phase without a history gets.
-    raised = min(timeout.seconds * RAISE_FACTOR**hangs, config.first)
+    raised = min(timeout.seconds * raise_factor(hangs), config.first)
     return timeout._replace(seconds=max(timeout.seconds, raised))
+
+
+def raise_factor(hangs: int) -> float:
+    """Return by how much all timeouts are multiplied after so many attempts that have reached one."""
+    return RAISE_FACTOR ** min(hangs, MAX_RAISES)
 
 
 def _is_busy(view: RankView) -> bool:

@@ -103,7 +103,7 @@ class Watchdog:
     def suspicion(self, running: Collection[int], now: float, hangs: int = 0) -> Suspicion | None:
         """Return a suspicion about the ranks that still run, after which their stacks are collected.
 
-        Called about once a second. `hangs`: how many attempts were ended as hanging since the newest checkpoint.
+        Called about once a second. `hangs`: how many attempts have reached a timeout since the newest checkpoint.
         """
         views = [view for view in self._all_views if view.rank in running]
 
@@ -132,6 +132,11 @@ class Watchdog:
             self._suspicion = suspect(seen, self._config, hangs) or self._stall(seen, hangs)
 
         return self._suspicion
+
+    @property
+    def timeout_was_reached(self) -> bool:
+        """Whether the current suspicion is that ranks have reached a timeout, which slow work may do as well."""
+        return self._suspicion is not None and self._suspicion.kind == "timeout"
 
     def _stall(self, views: list[RankView], hangs: int) -> Suspicion | None:
         """Return a suspicion long before a timeout is reached, to show where the ranks are; once for each stall."""

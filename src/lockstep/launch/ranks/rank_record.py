@@ -46,16 +46,16 @@ def ended_by(error: BaseException, rank: int) -> RankExit:
 
 
 def _failure_of(error: BaseException, rank: int) -> Failure:
-    """Return the failure of this rank. For OutOfStep it names the rank that is, not the one that noticed."""
+    """Return the failure of this rank. For OutOfStep it names the rank that is out of step."""
     # The time at which the error was first seen: before the rank has cleaned up, others may fail because of it. Some
     # exception classes take no attributes.
     when = time.time()
     with contextlib.suppress(AttributeError):
         when = error.__dict__.setdefault("lockstep_time", when)
 
-    at_fault = error.ranks if isinstance(error, OutOfStep) else []
+    out_of_step = error.ranks if isinstance(error, OutOfStep) else []
     return Failure(
-        rank=min(at_fault, default=rank),
+        rank=min(out_of_step, default=rank),
         host=socket.gethostname(),
         time=when,
         kind=type(error).__name__,

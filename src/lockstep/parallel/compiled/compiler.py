@@ -108,14 +108,16 @@ class Compiler(StepPart):
         """The function that calls the model, such as a task's loss; None if there is none, or more than one."""
         return self._functions[0] if len(self._functions) == 1 else None
 
-    def around(self, function: Function) -> Function:
+    def around(self, function: Function, number: int = 1) -> Function:
         """Return a function to call in place of `function(model, *args)`, such as a task's loss.
+
+        `number`: of the present step, as in the log, for an error.
 
         If there is one such function, and it pays, the function and the model are compiled together. With several of
         them, or if that fails, the model alone may be compiled.
         """
         if function not in self._functions:
-            self._check_first_step(function)
+            self._check_first_step(function, number)
             self._functions.append(function)
 
         def call(module: Any, *args: Any) -> Any:
@@ -149,12 +151,12 @@ class Compiler(StepPart):
 
         return call
 
-    def _check_first_step(self, function: Function) -> None:
+    def _check_first_step(self, function: Function, number: int) -> None:
         """Refuse a further function once a step has begun: the first one may be compiled by then."""
         if self._functions and self._length.steps_left:
             name = getattr(function, "__qualname__", type(function).__name__)
             raise UserError(
-                f"run.compile({name}) got another function than before, in step {self._length.steps_done}",
+                f"run.compile({name}) got another function than before, in step {number}",
                 "what is compiled is decided in the first steps",
                 "call run.compile for each function, once, before the loop over run.steps(...)",
             )

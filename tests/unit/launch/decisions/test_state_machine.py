@@ -1357,7 +1357,7 @@ def hang(stage: Stage) -> None:
 def test_after_a_hang_limits_are_higher_until_the_next_checkpoint(stage):
     stall(stage)
     stage.tick(6)
-    assert "; hang timeouts are 4 times as long until the next checkpoint" in stage.said
+    assert "; hang timeouts are 4 times as long (hang.first at most) until the next checkpoint" in stage.said
     stage.ranks_gone()
     stage.tick()
     with pytest.raises(pytest.fail.Exception, match="nothing was noticed"):
@@ -1381,6 +1381,22 @@ def test_a_deadlock_raises_no_limit(stage):
     stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, entries), stage.now)
     stage.tick()
     assert "deadlock" in stage.said
+    assert "restarting 2 ranks" in stage.said
+    assert "hang timeouts" not in stage.said
+    assert (stage.state.restarts.in_a_row, stage.state.restarts.hangs) == (1, 0)
+
+
+@pytest.mark.parametrize("state", ["T", ""])
+def test_a_rank_that_is_suspended_or_gone_raises_no_limit(stage, state):
+    """Nothing was slow: the next attempt needs no more time than this one had."""
+    for second in range(10):
+        stage.beat(view(0, float(second), "all-reduce"), replace(view(1, float(second), "data"), state=state))
+        stage.state_machine.check_for_hangs(stage.now)
+        if CollectStacks in [type(command.order) for command in stage.tick(1) if isinstance(command, Send)]:
+            break
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, {}), stage.now)
+    stage.tick()
+    assert "hang: 1 of 2 ranks is" in stage.said
     assert "restarting 2 ranks" in stage.said
     assert "hang timeouts" not in stage.said
     assert (stage.state.restarts.in_a_row, stage.state.restarts.hangs) == (1, 0)

@@ -99,6 +99,13 @@ def test_a_long_save_on_one_rank_is_no_hang():
     assert suspect([view(0, "snapshot", 31.0), view(1, "all-reduce", 31.0)], HangConfig()).awaited == [0]
 
 
+def test_hangs_raise_timeouts_to_hang_first_and_not_further():
+    stuck = [view(0, "all-reduce", 901.0), view(1, "data", 901.0)]
+    for hangs in (1, 10, 10_000):
+        assert suspect(stuck, HangConfig(), hangs) is not None
+    assert suspect([replace(rank, age=899.0) for rank in stuck], HangConfig(), 10_000) is None
+
+
 def test_ranks_that_have_finished_do_not_count():
     done = view(1, "after run", 50.0, state="")
     assert suspect([done], HangConfig()) is None
