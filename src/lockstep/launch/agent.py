@@ -242,6 +242,10 @@ class Agent:
         if self._current is not None:
             self._note_changes(self._current, changes)
 
+        # The next zygote has no ranks yet, but the system may have refused its process: it tries again.
+        if self._next_zygote is not None:
+            self._next_zygote.poll()
+
         # Then the zygote itself: the ranks of one that has died are lost, and count as gone below.
         self._check_zygote(self._current)
 

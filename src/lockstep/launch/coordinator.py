@@ -286,7 +286,9 @@ class Coordinator:
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        returns = hello.term == lease.term.number and hello.number in state_machine.members.nodes
+        # A node that was never a member has the coordinator's number in its message.
+        had_number = hello.number != COORDINATOR and hello.term == lease.term.number
+        returns = had_number and hello.number in state_machine.members.nodes
         full = state_machine.members.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.

@@ -24,6 +24,7 @@ from lockstep.launch.wire.messages import (
     Kill,
     Message,
     NodeFailed,
+    Prepare,
     RankExited,
     RanksGone,
     Rendezvous,
@@ -149,6 +150,25 @@ def test_a_zygote_that_the_system_refuses_is_no_end_of_the_launcher(importing, m
     assert message == NodeFailed(0, LauncherFailure.SETUP, why)
 
 
+def test_the_zygote_of_a_resize_is_tried_again_while_the_ranks_save(importing, monkeypatch):
+    """It gave up at its first look, after the swap: the save had taken longer than the time that it had."""
+    agent = importing("import time; time.sleep(600)")
+    started = subprocess.Popen
+
+    def refuse(*arguments, **options):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(module, "_environment_for", lambda count: {**os.environ, "OMP_NUM_THREADS": str(count)})
+    monkeypatch.setattr(zygote_client.subprocess, "Popen", refuse)
+    monkeypatch.setattr(zygote_client, "START_RETRY_S", 0.0)
+    agent.carry_out(Prepare(7))
+    assert agent._next_zygote.pid is None
+
+    monkeypatch.setattr(zygote_client.subprocess, "Popen", started)
+    assert agent.poll() == []
+    assert agent._next_zygote.pid is not None
+
+
 def test_ranks_that_do_not_exist_yet_have_nothing_to_save(importing):
     """A resumed job said that it had saved where it had begun."""
     agent = importing("import time; time.sleep(600)")
@@ -180,6 +200,29 @@ def test_a_node_without_room_for_its_ranks_reports_that_once(without_processes, 
     # Nothing is left to kill.
     without_processes.carry_out(Kill(0))
     assert without_processes.poll() == [RanksGone(0)]
+
+
+@pytest.mark.parametrize("fails", ["log", "pipe"])
+def test_a_set_up_that_fails_leaves_nothing_behind(without_processes, tmp_path, monkeypatch, fails):
+    """Each try left a folder, and two descriptors."""
+    stat = Path.stat
+
+    def fail(path=None, **options):
+        if path is None or path.name == "rank-1.log":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, **options)
+
+    (tmp_path / "folders").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "folders"))
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(*((Path, "stat", fail) if fails == "log" else (os, "pipe", fail)))
+        for _ in range(3):
+            without_processes.carry_out(replace(START, count=2))
+
+    assert [message.what for message in without_processes.poll()] == ["setup"] * 3
+    assert not list((tmp_path / "folders").iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_node_that_cannot_write_the_logs_says_what_to_type(without_processes, tmp_path):

@@ -346,6 +346,14 @@ def test_a_node_that_asks_to_join_twice_is_dropped(started):
     assert DropNode(1) in state_machine.take_commands()
 
 
+def test_the_coordinator_is_no_node_that_returns(started):
+    """A message that named its number dropped it from its own job, and the other nodes trained on without it."""
+    coordinator, term = started([], nnodes=Bounds(2, 3))
+    hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity, term=term.term.number)
+    coordinator._receive_from_node(1, hello, 0.0)
+    assert sorted(coordinator._state_machine.members.nodes) == [0, 1]
+
+
 def test_failures_of_two_machines_are_compared_by_one_clock(started, monkeypatch):
     """The clock of node 1 is an hour ahead. Its rank failed two seconds ago, before the rank of this node."""
     coordinator, _ = started([], nnodes=Bounds(2, 2))

@@ -144,9 +144,16 @@ def suspect(views: list[RankView], config: HangConfig, hangs: int = 0) -> Suspic
     if not working or any(view.age <= timeouts[view.rank].seconds for view in working):
         return None
 
+    # The rank that was given the longest time. If the others were given less, they may have entered their phases later.
+    last = max(working, key=lambda view: timeouts[view.rank])
+    longest = timeouts[last.rank]
     youngest = min(view.age for view in working)
-    longest = max(timeouts.values())
-    reason = f"no rank has advanced for {youngest:.1f} s (timeout {longest.seconds:.1f} s, by {longest.setting})"
+    if youngest > longest.seconds:
+        what = f"no rank has advanced for {youngest:.1f} s"
+    else:
+        what = f"rank {last.rank} has been in phase {last.phase} for {last.age:.1f} s"
+
+    reason = f"{what} (timeout {longest.seconds:.1f} s, by {longest.setting})"
     remedy = f"if this is slow work, not a hang: {longest.setting}={2 * longest.value:g}"
 
     return Suspicion("timeout", reason, awaited_ranks(working), by_rank, remedy)
@@ -211,7 +218,7 @@ def timeout_of(view: RankView, peers: Peers, config: HangConfig) -> Timeout:
     if not _has_history(view):
         return Timeout(config.first, "hang.first", config.first)
 
-    # In a collective this rank also waits foreverything that the other ranks do before they enter it.
+    # In a collective this rank also waits for everything that the other ranks do before they enter it.
     steady = view.phase_info.duration == "steady"
     phases = {view.phase} | BEFORE_ALL_REDUCE if steady else {view.phase}
     longest = max(peers.longest.get(phase, 0.0) for phase in phases)

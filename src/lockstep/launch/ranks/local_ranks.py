@@ -38,23 +38,32 @@ class LocalRanks:
     def __init__(self, start: Start, host: str, logs: Path):
         self.attempt = start.attempt
 
+        # First what may fail, because nothing has to be removed then. Rank 0 writes to the terminal. All attempts
+        # append to the same logs, so note where this attempt begins.
+        numbers = range(start.first_rank, start.first_rank + start.count)
+        log_of = {number: logs / f"rank-{number}.log" if number else None for number in numbers}
+        began = {number: log.stat().st_size if log and log.exists() else 0 for number, log in log_of.items()}
+
         # Heartbeats, failure records, stacks and settings. Readable by this user alone.
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
         self._touched = time.monotonic()
 
         # A pipe that carries no data. Ranks hold its read end, the lifeline, and kill themselves when the write end is
         # closed: by this process, or by the kernel because this process is dead.
-        self.lifeline, write_end = os.pipe()
+        try:
+            self.lifeline, write_end = os.pipe()
+        except OSError:
+            self.folder.rmdir()
+            raise
+
         self._lifeline_writer = os.fdopen(write_end, "wb", buffering=0)
 
         # The ranks that have not ended, by number.
         self._oom_kills = OomKills()
-        self.ranks: dict[int, LocalRank] = {}
-        for number in range(start.first_rank, start.first_rank + start.count):
-            # Rank 0 writes to the terminal. All attempts append to the same logs, so note where this attempt begins.
-            log = logs / f"rank-{number}.log" if number else None
-            began = log.stat().st_size if log and log.exists() else 0
-            self.ranks[number] = LocalRank(number, host, self.folder, log, began, self._oom_kills)
+        self.ranks = {
+            number: LocalRank(number, host, self.folder, log, began[number], self._oom_kills)
+            for number, log in log_of.items()
+        }
 
         # The processes of ranks whose zygote was lost: there is no other way to learn of their end than to look.
         self._orphans: set[int] = set()

@@ -51,6 +51,12 @@ def test_a_rank_stuck_in_its_computation_is_named():
     assert suspicion.reason == "no rank has advanced for 8.0 s (timeout 5.0 s, by hang.least)"
 
 
+def test_the_age_and_the_timeout_that_are_named_are_those_of_one_rank():
+    """The age of rank 0 stood beside the timeout of rank 1: no rank had advanced for 10 s, of 900 s."""
+    suspicion = suspect([view(0, "all-reduce", 10.0), view(1, "user code", 901.0)], HangConfig())
+    assert suspicion.reason == "rank 1 has been in phase user code for 901.0 s (timeout 900.0 s, by hang.first)"
+
+
 def test_one_rank_within_its_own_limit_is_enough_to_wait():
     waiting = [view(0, "all-reduce", 20.0), view(2, "all-reduce", 20.0)]
     assert suspect([*waiting, view(1, "data", 20.0)], HangConfig()) is None
