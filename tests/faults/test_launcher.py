@@ -11,7 +11,7 @@ import pytest
 from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, pids_of, restarts_of, until
 
 from lockstep.errors import ExitCode, UserError
-from lockstep.launch.decisions import status
+from lockstep.launch.decisions import rank_exits
 from lockstep.launch.failure import CausedByPeer
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
 def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch, tmp_path):
     """The complaint is on record before the other one dies."""
     # A busy machine needs longer than a second.
-    monkeypatch.setitem(status.ROOT_WAIT_S, CausedByPeer.CERTAIN, 60.0)
+    monkeypatch.setitem(rank_exits.ROOT_WAIT_S, CausedByPeer.CERTAIN, 60.0)
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():

@@ -154,7 +154,7 @@ class Coordinator:
         if self._watch.superseded:
             return
 
-        # The time for which the disk was waited for is none for which this process was halted.
+        # Waiting for the disk does not count as being halted.
         now = self._watch.last_iteration_at = time.monotonic()
         self._send_heartbeat()
 
@@ -187,9 +187,10 @@ class Coordinator:
         """
         now = time.monotonic()
         # A successor must not restart a job that has failed, if this node is lost before its next heartbeat.
-        end_is_news = self._state_machine.end_is_decided and not self._end_sent
-        if now >= self._heartbeat_due or end_is_news:
-            self._end_sent = self._state_machine.end_is_decided
+        end_is_decided = self._state_machine.state.decided_end is not None
+        end_not_sent = end_is_decided and not self._end_sent
+        if now >= self._heartbeat_due or end_not_sent:
+            self._end_sent = end_is_decided
             self._heartbeat_due = now + HEARTBEAT_S
             self._send_to_nodes(self.state)
 
@@ -261,15 +262,15 @@ class Coordinator:
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
             # Otherwise it would join twice, and the ranks would be asked to save for nothing.
-            case Hello() if node in self._state_machine.members.nodes:
-                self._state_machine.node_lost(node, "was dropped: it asked to join a second time", now)
+            case Hello() if node in self._state_machine.state.members.nodes:
+                self._state_machine.drop_node(node, "it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 
-            case _ if node not in self._state_machine.members.nodes:
+            case _ if node not in self._state_machine.state.members.nodes:
                 pass  # from a node that was refused, or that is lost
-            case _ if problem := problem_with(message, node, self._state_machine.attempt):
-                self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
+            case _ if problem := problem_with(message, node, self._state_machine.state.attempt):
+                self._state_machine.drop_node(node, f"it sent an invalid message ({problem})", now)
 
             # Failures are compared by time, so convert the time to this machine's clock.
             case RankExited():
@@ -287,12 +288,13 @@ class Coordinator:
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
         # A node that was never a member has the coordinator's number in its message.
+        members = state_machine.state.members
         had_number = hello.number != COORDINATOR and hello.term == lease.term.number
-        returns = had_number and hello.number in state_machine.members.nodes
-        full = state_machine.members.full and not returns
+        returns = had_number and hello.number in members.nodes
 
         # A refused node prints the reason and ends, which closes the connection.
-        refused = refusal_of(hello, self._job, full, state_machine.has_dismissed(hello.host, now))
+        barred = state_machine.state.dismissals.are_too_many(hello.host, now)
+        refused = refusal_of(hello, self._job, full=members.full and not returns, dismissed=barred)
         if refused:
             if returns:
                 state_machine.node_lost(hello.number, "lost its connection and made a new one", now)
@@ -399,4 +401,4 @@ class Coordinator:
 
     def _send_to_nodes(self, message: ToNode) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        self._hub.send_to_all(self._state_machine.members.nodes, message)
+        self._hub.send_to_all(self._state_machine.state.members.nodes, message)

@@ -1,11 +1,11 @@
-"""Counts the restarts of a job: within the last hour, and since its newest checkpoint.
+"""Counts what a job limits within an hour: its restarts, and the nodes of a host that were dismissed.
 
-All nodes receive them in the `CoordinatorState`: a node that takes over continues with them.
+All nodes receive both in the `CoordinatorState`: a node that takes over continues with them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.launch.times import within_last_hour
 
@@ -27,14 +27,9 @@ class Restarts:
     hangs: int = 0
     newest_step: int | None = None
 
-    # Host -> when nodes of it were dismissed, because they could not import the program or set up their ranks.
-    dismissed: dict[str, list[float]] = field(default_factory=dict)
-
     def shift_clock(self, seconds: float) -> Restarts:
         """Return the same restarts with the times of a clock that is ahead by this many seconds."""
-        times = [moment + seconds for moment in self.times]
-        dismissed = {host: [moment + seconds for moment in moments] for host, moments in self.dismissed.items()}
-        return Restarts(times, self.in_a_row, self.hangs, self.newest_step, dismissed)
+        return replace(self, times=[moment + seconds for moment in self.times])
 
     def note_checkpoint(self, newest_step: int | None) -> None:
         """Note the step of the newest checkpoint, if one is known. A new one begins a new row."""
@@ -51,10 +46,22 @@ class Restarts:
         """Return how many restarts of the last hour count."""
         return len(within_last_hour(self.times, now))
 
-    def count_dismissed(self, host: str, now: float) -> None:
-        """Count a node of this host that was dismissed."""
-        self.dismissed[host] = [*within_last_hour(self.dismissed.get(host, []), now), now]
 
-    def has_dismissed(self, host: str, now: float) -> bool:
+@dataclass
+class Dismissals:
+    """The nodes that were dismissed, because they could not import the program or set up their ranks."""
+
+    # Host -> when nodes of it were dismissed, by the coordinator's monotonic clock.
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+    def shift_clock(self, seconds: float) -> Dismissals:
+        """Return the same dismissals with the times of a clock that is ahead by this many seconds."""
+        return Dismissals({host: [moment + seconds for moment in moments] for host, moments in self.times.items()})
+
+    def count(self, host: str, now: float) -> None:
+        """Count a node of this host that was dismissed."""
+        self.times[host] = [*within_last_hour(self.times.get(host, []), now), now]
+
+    def are_too_many(self, host: str, now: float) -> bool:
         """Return whether a node of this host may not join, because others of it were dismissed."""
-        return len(within_last_hour(self.dismissed.get(host, []), now)) >= MAX_DISMISSED
+        return len(within_last_hour(self.times.get(host, []), now)) >= MAX_DISMISSED

@@ -76,7 +76,7 @@ def test_a_message_that_can_be_right(attempt, message):
         (NodeHeartbeat([view(0)], {}, 5), r"ranks \[0\]"),
         (NodeHeartbeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
         (NodeHeartbeat([], {"other": 1}, 5), "settings are not valid"),
-        (NodeFailed(5, LauncherFailure.EXIT, "died"), "exit is no failure that a node reports"),
+        (NodeFailed(5, LauncherFailure.EXIT, "died"), "exit is not a failure that nodes report"),
         (SignalReceived("SIGNAL"), "SIGNAL is not a signal"),
         (JobEnd(0), "JobEnd is not for the coordinator"),
     ],

@@ -17,7 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.config.sections import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
-from lockstep.launch.decisions.recovery import End, Restart, Situation, decide
+from lockstep.launch.decisions.recovery import End, Restart, Situation, after_failure
 from lockstep.launch.decisions.state import LauncherSettings
 from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import rank_record
@@ -240,10 +240,10 @@ def test_such_an_end_is_restarted_without_any_checkpoint_as_often_as_needed(tmp_
     unsaved = Situation(settings=LauncherSettings())
     for settings in (LauncherSettings(), LauncherSettings(restart=RestartConfig(per_hour=0))):
         situation = replace(unsaved, settings=settings, recent_restarts=20, restarts_in_a_row=20)
-        assert isinstance(decide(failure, situation), Restart)
+        assert isinstance(after_failure(failure, situation), Restart)
 
     usual = Failure(1, "here", 0.0, "ValueError", "again")
-    assert isinstance(decide(usual, unsaved), End)
+    assert isinstance(after_failure(usual, unsaved), End)
 
 
 def test_auto_is_no_number_to_compare() -> None:

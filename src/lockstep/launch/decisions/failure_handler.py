@@ -13,13 +13,17 @@ from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.recovery import (
     AttemptFacts,
     Continue,
+    Decision,
     Drop,
     End,
     EndPreempted,
     Restart,
     Situation,
     UndoResize,
-    decide,
+    after_failure,
+    after_request,
+    if_none_can_start,
+    node_to_drop,
 )
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
@@ -41,18 +45,25 @@ class FailureHandler:
     # ---- what calls for a decision ----
 
     def handle(self, failure: Failure, now: float) -> None:
-        """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node."""
-        decision = decide(failure, self._situation(now, failure))
-
-        # If ranks ran on the node that is dropped, their loss is a failure of the attempt.
-        if isinstance(decision, Drop):
-            loss = self._drop(failure, decision.dismiss, now)
-            if loss is None:
+        """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks."""
+        # If ranks ran on the node that is dropped, its loss is the failure of the attempt.
+        drop = node_to_drop(failure, self._situation(now, failure))
+        if drop is not None:
+            failure = self._drop(failure, drop, now)
+            if not self._ends_attempt(failure):
+                self._go_on_without(failure, now)
                 return
 
-            failure = loss
-            decision = decide(failure, self._situation(now, failure))
+        decision = after_failure(failure, self._situation(now))
+        self._announce_decision(decision, failure, now)
 
+        # In JOIN there are no ranks, and `NextAttempt.tick` carries out the decision.
+        self._state.decided = decision
+        if self._state.status is not JobStatus.JOIN:
+            self.order_kill(now)
+
+    def _announce_decision(self, decision: Decision, failure: Failure, now: float) -> None:
+        """Announce a failure of the attempt with the decision about it, and note what the decision changes at once."""
         match decision:
             case Restart():
                 # A smaller micro-batch is asked for only a few times.
@@ -77,20 +88,16 @@ class FailureHandler:
             case End():
                 self.announce(failure, self._describe_end(decision, failure))
 
-            case Drop():
-                raise AssertionError("the node does not belong to the job any more")
-
             case _:
                 assert_never(decision)
 
-        # In JOIN there are no ranks, and `NextAttempt.tick` carries out the decision.
-        self._state.decided = decision
-        if self._state.status is not JobStatus.JOIN:
-            self.order_kill(now)
-
     def follow_request(self, now: float, typed_twice: bool = False) -> None:
         """Decide what follows a request to save and exit. It is no failure: nothing is announced or counted."""
-        self._state.decided = decide(None, self._situation(now, typed_twice=typed_twice))
+        self._state.decided = after_request(self._situation(now), typed_twice, self._state.decided_end)
+
+    def drop_node(self, number: int, reason: str, now: float) -> None:
+        """Drop a node that does not do what it should. `reason` is a sentence."""
+        self.node_lost(number, _dropped(reason), now)
 
     def node_lost(self, number: int, why: str, now: float) -> None:
         """Handle the loss of a node. `why` is a verb phrase: "vanished"."""
@@ -101,8 +108,7 @@ class FailureHandler:
         """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
         state = self._state
         if not isinstance(state.decided, End | EndPreempted):
-            failure = Failure.by_launcher(LauncherFailure.NODE, problem)
-            state.decided = decide(failure, self._situation(now, failure, cannot_start=problem))
+            state.decided = if_none_can_start(problem, self._situation(now))
             again = "started" if state.last_attempt is None else "restarted"
             state.outbox.announce(f"not {again}: {problem}. {state.how_to_resume}")
 
@@ -120,15 +126,8 @@ class FailureHandler:
         # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
         return self._state.members.shortage if self._state.attempt is not None else None
 
-    def _situation(
-        self,
-        now: float,
-        failure: Failure | None = None,
-        *,
-        typed_twice: bool = False,
-        cannot_start: str | None = None,
-    ) -> Situation:
-        """Return the facts on which a decision depends. `failure`: what calls for it, if it is a failure."""
+    def _situation(self, now: float, failure: Failure | None = None) -> Situation:
+        """Return the facts on which a decision depends. `failure`: the one whose node may have to be dropped."""
         state, attempt = self._state, self._state.attempt
         newest_step = state.checkpoints.newest_step
         node = failure.node if failure else None
@@ -139,41 +138,44 @@ class FailureHandler:
             attempt=attempt.facts(newest_step) if attempt is not None else AttemptFacts(),
             recent_restarts=state.restarts.recent(now),
             restarts_in_a_row=state.restarts.in_a_row,
-            cannot_start=cannot_start or self._shortage,
+            shortage=self._shortage,
             node_is_member=is_member,
             can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
             preempt_signal=self._save_requests.signal,
-            typed_twice=typed_twice,
-            decided_end=state.decided if isinstance(state.decided, End) else None,
             first_after_resize=self._save_requests.first_after_resize,
         )
 
     # ---- a node fewer ----
 
-    def _drop(self, failure: Failure, dismiss: bool, now: float) -> Failure | None:
-        """Go on without the node that has failed. If ranks ran there, return the failure of the attempt, else None."""
+    def _drop(self, failure: Failure, drop: Drop, now: float) -> Failure:
+        """Remove the node that has failed from the job. Return its loss as a failure."""
         state, node = self._state, failure.node
         assert node is not None
-        if dismiss:
+        if drop.dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
-            state.restarts.count_dismissed(state.members.nodes[node].host, now)
-            failure = self._loss_of(node, f"was dropped: {failure.message}")
+            state.dismissals.count(state.members.nodes[node].host, now)
+            failure = self._loss_of(node, _dropped(failure.message))
         else:
             state.outbox.put(DropNode(node))
 
         # Nothing is expected of it any more. (`HangCheck` and the check of slow starts ask who belongs to the job.)
         state.members.remove(node, now)
         state.awaiting_ranks_gone.discard(node)
+        return failure
 
-        attempt = state.running
-        if attempt is not None and attempt.running.intersection(attempt.ranks_on(node)):
-            return failure
+    def _ends_attempt(self, loss: Failure) -> bool:
+        """Return whether ranks still ran on the node that is lost."""
+        attempt = self._state.running
+        if attempt is None or loss.node is None:
+            return False
 
-        # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
-        state.node_news.announce("lost", failure.host, failure.message, now)
+        return bool(attempt.running.intersection(attempt.ranks_on(loss.node)))
+
+    def _go_on_without(self, loss: Failure, now: float) -> None:
+        """Announce the loss of a node on which no rank ran. It matters only if too few remain for the next attempt."""
+        self._state.node_news.announce("lost", loss.host, loss.message, now)
         self._end_if_too_few(now)
         self.continue_if_gone(now)
-        return None
 
     def _loss_of(self, node: int, why: str) -> Failure:
         """Return the loss of a node as a failure."""
@@ -229,8 +231,10 @@ class FailureHandler:
 
     def order_kill(self, now: float) -> None:
         """Order every node to kill its ranks; `continue_if_gone` goes on when they are gone."""
-        self._state.enter(JobStatus.KILL, now + NODES_KILL_S, self._state.nodes_of_attempt)
-        self._state.order(Kill)
+        state, attempt = self._state, self._state.attempt
+        assert attempt is not None, "there are ranks to kill"
+        state.enter(JobStatus.KILL, now + NODES_KILL_S, state.nodes_of_attempt)
+        state.order(Kill(attempt.number))
         self.continue_if_gone(now)
 
     def continue_if_gone(self, now: float) -> None:
@@ -242,3 +246,8 @@ class FailureHandler:
         """Start the next attempt, or end the job: no rank runs any more."""
         self._next_attempt.wait_for_nodes(now)
         self._end_if_too_few(now)
+
+
+def _dropped(reason: str) -> str:
+    """Return what happened to a node that this coordinator has dropped, as a verb phrase."""
+    return f"was dropped: {reason}"

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import NODES_STACKS_S, OTHER_SAVES_S, JobStatus
+from lockstep.launch.decisions.status import OTHER_SAVES_S, JobStatus
 from lockstep.launch.wire.messages import CollectStacks, Stacks
+
+# How long the coordinator waits for the nodes' stacks.
+NODES_STACKS_S = 5.0
 
 
 @dataclass
@@ -21,8 +24,8 @@ class StackRequest:
     deadline: float
     awaited: set[int]  # the nodes that have not answered
 
-    # The time that the ranks had to save and exit is over: they are killed, whatever the stacks show.
-    time_is_over: bool = False
+    # The ranks did not save and exit in time: they are killed, whatever the stacks show.
+    kills_anyway: bool = False
 
 
 class HangCheck:
@@ -55,7 +58,7 @@ class HangCheck:
         if self._pending is not None or attempt.save_outcome:
             return
 
-        if attempt.watchdog.suspicion(attempt.running, now, state.restarts.hangs) is not None:
+        if attempt.watchdog.look(attempt.running, now, state.restarts.hangs) is not None:
             self._request_stacks(attempt, now)
 
     # ---- stacks ----
@@ -64,16 +67,20 @@ class HangCheck:
         """Ask all nodes for the stacks of their ranks. Ranks that have failed, and clean up, are killed there."""
         state = self._state
         self._requests += 1
-        state.order(CollectStacks, request=self._requests)
+        state.order(CollectStacks(attempt.number, self._requests))
         request = StackRequest(attempt.number, self._requests, now + NODES_STACKS_S, state.nodes_of_attempt)
         self._stack_request = request
         return request
 
     @property
     def _pending(self) -> StackRequest | None:
-        """The request that is being answered. If its attempt is over, or has failed, stacks are of no use any more."""
+        """The request that is being answered; None if there is none, or if its stacks are of no use any more."""
+        # They are not when its attempt is over, or when a rank of it has failed.
         request, attempt = self._stack_request, self._state.running_well
-        return request if request and attempt and request.attempt == attempt.number else None
+        if request is None or attempt is None or request.attempt != attempt.number:
+            return None
+
+        return request
 
     def is_due(self, now: float) -> bool:
         """Return whether the wait for stacks is over: all nodes have answered, or are lost, or took too long."""
@@ -98,16 +105,18 @@ class HangCheck:
 
     # ---- what follows ----
 
-    def time_is_over(self, now: float) -> None:
-        """End ranks that did not save and exit in time. Their stacks show first which one holds up the others."""
-        attempt, pending = self._state.running, self._pending
+    def grace_is_over(self, now: float) -> None:
+        """Kill ranks that did not save and exit in time, as soon as their stacks show which one holds up the others."""
+        attempt, request = self._state.running, self._pending
         assert attempt is not None
-        if pending is None:
-            attempt.watchdog.forget_answers()
-            pending = self._request_stacks(attempt, now)
 
-        # From now on the deadline of the request counts.
-        pending.time_is_over = True
+        # Stacks may be on their way already, because the ranks seemed to hang.
+        if request is None:
+            attempt.watchdog.forget_answers()
+            request = self._request_stacks(attempt, now)
+
+        # `judge` has the ranks killed, at the deadline of the request at the latest.
+        request.kills_anyway = True
         self._state.deadline = math.inf
 
     def judge(self, now: float) -> None:
@@ -117,11 +126,11 @@ class HangCheck:
         assert attempt is not None
         self._stack_request = None
 
-        if pending.time_is_over:
-            grace = state.settings.restart.grace
-            within = (
-                f"{OTHER_SAVES_S:.0f} s after the first" if attempt.save_outcome else f"{grace:g} s (restart.grace)"
-            )
+        if pending.kills_anyway:
+            within = f"{state.settings.restart.grace:g} s (restart.grace)"
+            if attempt.save_outcome:
+                within = f"{OTHER_SAVES_S:.0f} s after the first"
+
             hosts = {rank: attempt.host_of(rank) for rank in attempt.running}
             self._failure_handler.handle(attempt.watchdog.grace_exceeded(hosts, within), now)
             return

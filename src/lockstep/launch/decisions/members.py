@@ -1,4 +1,12 @@
-"""The nodes of a job: which have joined, and how many ranks each should run."""
+"""The nodes of a job: which have joined, and how many ranks each should run.
+
+Four words for nodes that do not take part:
+
+    refused      it asked to join and may not, for example because its command differs; its launcher prints why and ends
+    lost         it belonged to the job, and does not any more; the message says why, for example that it "vanished"
+    dropped      lost by a decision of the coordinator, which closes its connection; it may join again
+    dismissed    dropped, and its launcher ends, because it cannot import the program or set up its ranks
+"""
 
 from __future__ import annotations
 

@@ -7,14 +7,25 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import (
-    COMMIT_S,
-    OTHER_SAVES_S,
-    QUIET_S,
-    ROOT_WAIT_S,
-    JobStatus,
-)
+from lockstep.launch.decisions.status import OTHER_SAVES_S, JobStatus
+from lockstep.launch.failure import CausedByPeer
 from lockstep.launch.wire.messages import JobEnd, RankExited
+
+# After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
+# that is longer: a large process takes a while to die.
+ROOT_WAIT_S = {
+    CausedByPeer.NEVER: 0.0,
+    CausedByPeer.UNLIKELY: 1.0,
+    CausedByPeer.POSSIBLE: 5.0,
+    CausedByPeer.CERTAIN: 5.0,
+}
+
+# After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
+# have written.
+COMMIT_S = 3.0
+
+# A node sends a heartbeat every second. If none came for this long, the node is probably lost.
+QUIET_S = 2.0
 
 
 class RankExits:
@@ -52,22 +63,27 @@ class RankExits:
         return attempt is not None and now >= attempt.root_failure_at
 
     def handle_root_failure(self, now: float) -> None:
-        """Handle the failure of the rank that failed first, unless a lost node or a commit may still show."""
-        state, attempt = self._state, self._state.attempt
+        """Handle the failure of the rank that failed first, or wait: `tick` calls this again."""
+        attempt = self._state.attempt
         assert attempt is not None
+        if not self._node_may_be_lost(attempt, now) and not self._commit_is_near(attempt, now):
+            self._failure_handler.handle(attempt.root_failure(), now)
 
-        # The loss of a node that has gone quiet may have caused the exception of a rank: wait until the node answers or
-        # is lost. A rank that died by itself needs no such cause.
-        silence = state.members.longest_silence(state.nodes_of_attempt, now)
-        if silence > QUIET_S and not attempt.any_died_by_itself:
-            return
+    def _node_may_be_lost(self, attempt: Attempt, now: float) -> bool:
+        """Return whether a node has gone quiet, whose loss may have caused the exception of a rank.
 
-        # If all ranks have written a checkpoint, let rank 0 commit it: the next attempt can start from it.
-        commits = 0 in attempt.running and state.checkpoints.commit_is_near(len(attempt.ranks))
-        if commits and now < attempt.root_failure_at + COMMIT_S:
-            return
+        The node will answer, or count as lost. A rank that died by itself needs no such cause.
+        """
+        silence = self._state.members.longest_silence(self._state.nodes_of_attempt, now)
+        return silence > QUIET_S and not attempt.any_died_by_itself
 
-        self._failure_handler.handle(attempt.root_failure(), now)
+    def _commit_is_near(self, attempt: Attempt, now: float) -> bool:
+        """Return whether rank 0 may soon commit a checkpoint that all ranks have written.
+
+        The next attempt can start from it.
+        """
+        commits = 0 in attempt.running and self._state.checkpoints.commit_is_near(len(attempt.ranks))
+        return commits and now < attempt.root_failure_at + COMMIT_S
 
     def _wait_for_other_saves(self, now: float) -> None:
         """Wait for the other ranks, after one has saved and exited."""

@@ -1,7 +1,13 @@
-"""Decides what follows a failure, or a request to save and exit: another attempt, a node fewer, or the end of the job.
+"""Decides what follows a failure, or a request to save and exit: a node fewer, another attempt, or the end of the job.
 
-`decide` is a function of a failure and of the situation in which it happened. It changes nothing; `FailureHandler`
-carries out its decision. All rules by which a job ends, restarts or drops a node are here.
+All rules by which a job drops a node, restarts or ends are here, in functions of the situation that change nothing:
+
+    node_to_drop           whether the job goes on without the node that has failed; this is asked first
+    after_failure          what follows the failure of an attempt
+    after_request          what follows when the ranks were asked to save and exit
+    if_none_can_start      how the job ends when no rank runs, and no attempt can follow
+
+`FailureHandler` carries out what they return.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from lockstep.launch.failure import Failure, LauncherFailure, SaveOutcome
 from lockstep.launch.job import LauncherSettings
 from lockstep.launch.wire.messages import JobEnd
 
-# ---- the decisions: carried out when the ranks of the attempt are gone, except that a node is dropped at once ----
+# ---- the decisions, which are carried out when the ranks of the attempt are gone ----
 
 
 @dataclass(frozen=True)
@@ -32,16 +38,6 @@ class UndoResize:
 
 
 @dataclass(frozen=True)
-class Drop:
-    """The job goes on without the node that has failed. What follows for the ranks is decided after that.
-
-    `dismiss`: its launcher ends. It would join again, and fail again.
-    """
-
-    dismiss: bool = False
-
-
-@dataclass(frozen=True)
 class EndPreempted:
     """The job ends as preempted: it was asked to save and exit, and it can be resumed."""
 
@@ -56,10 +52,23 @@ class End:
     reason: str
 
 
-Decision = Restart | Continue | UndoResize | Drop | EndPreempted | End
+Decision = Restart | Continue | UndoResize | EndPreempted | End
 
 
-# ---- what they depend on ----
+# ---- before them: a node is dropped at once ----
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The job goes on without the node that has failed.
+
+    `dismiss`: its launcher ends. It would join again, and fail again.
+    """
+
+    dismiss: bool = False
+
+
+# ---- what all of them depend on ----
 
 
 @dataclass(frozen=True)
@@ -80,12 +89,10 @@ class Situation:
     attempt: AttemptFacts = AttemptFacts()
     recent_restarts: int = 0  # within the last hour
     restarts_in_a_row: int = 0  # without a new checkpoint
-    cannot_start: str | None = None  # why no attempt can follow: too few nodes, or killed ranks that do not end
+    shortage: str | None = None  # how many nodes are left and needed, if they are too few for another attempt
     node_is_member: bool = False  # the node that has failed still belongs to the job
     can_spare_node: bool = False  # the job could go on without it
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
-    typed_twice: bool = False  # Ctrl-C
-    decided_end: End | None = None  # the end that was decided already, while the ranks are still being killed
     first_after_resize: bool = False  # the attempt is the first one after a resize
 
     @property
@@ -97,18 +104,21 @@ class Situation:
 # ---- the rules ----
 
 
-def decide(failure: Failure | None, situation: Situation) -> Decision:
-    """Return what follows: the first rule that applies. `failure` is None if ranks end because they were asked to."""
-    if failure is None:
-        return _without_failure(situation)
-
-    # A lost node sends nothing more. One that cannot run its ranks would only fail again.
+def node_to_drop(failure: Failure, situation: Situation) -> Drop | None:
+    """Return whether the job goes on without the node that has failed; None if no node has to go."""
+    # A lost node sends nothing more.
     if failure.noticed_as(LauncherFailure.NODE) and situation.node_is_member:
         return Drop()
 
+    # A node that cannot run its ranks would only fail again.
     if failure.traits.dismisses_node and situation.can_spare_node:
         return Drop(dismiss=True)
 
+    return None
+
+
+def after_failure(failure: Failure, situation: Situation) -> Decision:
+    """Return what follows the failure of an attempt: the first rule that applies."""
     if failure.noticed_as(LauncherFailure.IMPORT):
         return _failed("it would end the same way", failure)
 
@@ -118,18 +128,16 @@ def decide(failure: Failure | None, situation: Situation) -> Decision:
     if failure.for_user:
         return End(JobEnd(ExitCode.REFUSED, failure), "the same program would run into the same error")
 
-    # The job was ending anyway. If it cannot be resumed, it has failed.
+    # The job was ending anyway.
     if situation.preempt_signal:
-        asked = f"the job was asked to save and exit ({situation.preempt_signal})"
-        return EndPreempted() if situation.can_be_resumed else _failed(asked, failure)
+        return _end_as_asked(failure, situation)
 
     # The ranks were well until a resize or a new node asked them to save.
     if failure.noticed_as(LauncherFailure.GRACE_EXCEEDED):
         return Continue()
 
-    if situation.cannot_start:
-        code = situation.settings.code_if_nodes_are_missing
-        return End(JobEnd(code, failure), situation.cannot_start)
+    if situation.shortage:
+        return _end_without_nodes(situation.shortage, failure, situation)
 
     reason = _reason_not_to_restart(failure, situation)
     if reason:
@@ -138,19 +146,18 @@ def decide(failure: Failure | None, situation: Situation) -> Decision:
     return Restart()
 
 
-def _failed(reason: str, failure: Failure | None = None) -> End:
-    return End(JobEnd(ExitCode.FAILED, failure), reason)
+def after_request(situation: Situation, typed_twice: bool = False, decided_end: End | None = None) -> Decision:
+    """Return what follows when the ranks were asked to save and exit, by a signal, a resize or a new node.
 
-
-def _without_failure(situation: Situation) -> Decision:
-    """Return what follows a request to save and exit: by a signal, a resize or a new node."""
+    `typed_twice`: by a second Ctrl-C. `decided_end`: the end that was decided already, while ranks are being killed.
+    """
     # The exit code is that of the first signal, and it is known before the ranks are gone.
-    if situation.typed_twice:
+    if typed_twice:
         return End(JobEnd(Preempted.code_of(situation.preempt_signal)), "Ctrl-C was typed twice")
 
     # A job that has failed has an exit code of its own, which a signal must not change.
-    if situation.decided_end:
-        return situation.decided_end
+    if decided_end is not None:
+        return decided_end
 
     if not situation.preempt_signal:
         return Continue()
@@ -160,6 +167,32 @@ def _without_failure(situation: Situation) -> Decision:
         return _failed("the save failed, and there is no checkpoint")
 
     return EndPreempted()
+
+
+def if_none_can_start(problem: str, situation: Situation) -> End | EndPreempted:
+    """Return how the job ends when no rank runs, and no attempt can follow because of this problem."""
+    failure = Failure.by_launcher(LauncherFailure.NODE, problem)
+    if situation.preempt_signal:
+        return _end_as_asked(failure, situation)
+
+    return _end_without_nodes(problem, failure, situation)
+
+
+def _failed(reason: str, failure: Failure | None = None) -> End:
+    return End(JobEnd(ExitCode.FAILED, failure), reason)
+
+
+def _end_as_asked(failure: Failure, situation: Situation) -> End | EndPreempted:
+    """End a job that a signal has asked to end. If it cannot be resumed, it has failed."""
+    if situation.can_be_resumed:
+        return EndPreempted()
+
+    return _failed(f"the job was asked to save and exit ({situation.preempt_signal})", failure)
+
+
+def _end_without_nodes(problem: str, failure: Failure, situation: Situation) -> End:
+    """End a job whose nodes cannot run another attempt. With other nodes it could go on."""
+    return End(JobEnd(situation.settings.code_if_nodes_are_missing, failure), problem)
 
 
 def _resize_may_be_at_fault(failure: Failure, situation: Situation) -> bool:

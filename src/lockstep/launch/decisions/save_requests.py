@@ -6,7 +6,7 @@ import math
 
 from lockstep.errors import Preempted, plural
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.recovery import AttemptFacts, End
+from lockstep.launch.decisions.recovery import AttemptFacts
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
@@ -70,7 +70,7 @@ class SaveRequests:
         bounds = members.rank_bounds
 
         # No other attempt will start.
-        if self.signal or isinstance(self._state.decided, End):
+        if self.signal or self._state.decided_end:
             outbox.announce(f"not resized to {plural(ranks, 'rank')}: the job is ending")
             return
 
@@ -126,7 +126,9 @@ class SaveRequests:
     def ask_ranks(self, now: float) -> None:
         """Have the ranks save and exit; they are killed when the grace period is over."""
         self._await_exits(now)
-        self._state.order(SaveAndExit, signal=self.signal)
+        attempt = self._state.attempt
+        assert attempt is not None, "there are ranks to ask"
+        self._state.order(SaveAndExit(attempt.number, self.signal))
 
     def ranks_were_signalled(self, now: float) -> None:
         """Note that the scheduler has signalled the ranks directly, bypassing the launcher."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import NodeNews, Outbox
@@ -32,8 +31,10 @@ class JobState:
         self.attempt: Attempt | None = None
         self.last_attempt = inherited.attempt
 
-        # The restarts so far, and what the checkpoints show.
-        self.restarts = inherited.restarts.shift_clock(now - inherited.clock)
+        # The restarts so far, the nodes that were dismissed, and what the checkpoints show.
+        ahead = now - inherited.clock
+        self.restarts = inherited.restarts.shift_clock(ahead)
+        self.dismissals = inherited.dismissals.shift_clock(ahead)
         self.note_checkpoints(checkpoints)
 
         self.outbox = Outbox(job.run_dir / LOGS)
@@ -52,6 +53,11 @@ class JobState:
 
         # In KILL, the nodes that have not reported yet that their ranks are gone.
         self.awaiting_ranks_gone: set[int] = set()
+
+    @property
+    def decided_end(self) -> End | None:
+        """How the job ends when all ranks are gone, if it has failed; None otherwise."""
+        return self.decided if isinstance(self.decided, End) else None
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """Note what the checkpoints show now."""
@@ -92,10 +98,9 @@ class JobState:
         """The nodes that have ranks of this attempt, and still belong to the job."""
         return self.attempt.nodes & self.members.nodes.keys() if self.attempt is not None else set()
 
-    def order(self, kind: type[SaveAndExit | Kill | CollectStacks], **fields: Any) -> None:
-        """Send an order of this kind to all nodes that have ranks of this attempt."""
-        if self.attempt is not None:
-            self.outbox.send(self.nodes_of_attempt, kind(self.attempt.number, **fields))
+    def order(self, message: SaveAndExit | Kill | CollectStacks) -> None:
+        """Send an order about this attempt to all nodes that have ranks of it."""
+        self.outbox.send(self.nodes_of_attempt, message)
 
     # ---- in words ----
 

@@ -11,7 +11,7 @@ resumes from the newest checkpoint, unless there is a reason not to.
     HangCheck         RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for
     SaveRequests      SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node
     RankExits         RUN, SAVE_AND_EXIT: waits for the exit of the rank that failed first, or for all of them
-    FailureHandler    KILL: asks `decide` what follows a failure, and has all ranks killed
+    FailureHandler    KILL: asks `recovery.py` what follows a failure, and has all ranks killed
 
 A node that takes over from a lost coordinator begins in JOIN, with the last `CoordinatorState` that it received.
 """
@@ -21,23 +21,16 @@ from __future__ import annotations
 from typing import assert_never
 
 from lockstep.errors import plural
-from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import Command
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
-from lockstep.launch.decisions.members import Members, Node
+from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
 from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import (
-    FENCE_S,
-    JOIN_S,
-    NODES_KILL_S,
-    START_S,
-    JobStatus,
-)
+from lockstep.launch.decisions.status import JOIN_S, NODES_KILL_S, START_S, JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Job, LauncherSettings
 from lockstep.launch.wire.messages import (
@@ -52,6 +45,10 @@ from lockstep.launch.wire.messages import (
     ranges,
 )
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
+
+# How long a node that takes over waits before it starts ranks. Rank 0 of the previous coordinator checks once a second
+# whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
+FENCE_S = 3.0
 
 
 class JobStateMachine:
@@ -84,39 +81,26 @@ class JobStateMachine:
 
     def coordinator_state(self, now: float) -> CoordinatorState:
         """Return the state that a successor would start from."""
-        decided = self._state.decided
+        state = self._state
         return CoordinatorState(
-            members=ranges(sorted(self._state.members.nodes)),
-            attempt=self._state.last_attempt,
-            restarts=self._state.restarts,
-            settings=self._state.settings.model_dump(),
+            members=ranges(sorted(state.members.nodes)),
+            attempt=state.last_attempt,
+            restarts=state.restarts,
+            dismissals=state.dismissals,
+            settings=state.settings.model_dump(),
             preempt_signal=self._save_requests.signal,
-            ending=decided.ending if isinstance(decided, End) else None,
+            ending=state.decided_end.ending if state.decided_end is not None else None,
             clock=now,
         )
 
     @property
-    def end_is_decided(self) -> bool:
-        """Whether the job ends when all ranks are gone, because it has failed."""
-        return isinstance(self._state.decided, End)
+    def state(self) -> JobState:
+        """The state of the job, for the coordinator to read. Only the methods of the state machine change it."""
+        return self._state
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
         self._state.note_checkpoints(checkpoints)
-
-    @property
-    def attempt(self) -> Attempt | None:
-        """The newest attempt that was started here, None if there was none."""
-        return self._state.attempt
-
-    @property
-    def members(self) -> Members:
-        """The nodes that belong to the job."""
-        return self._state.members
-
-    def has_dismissed(self, host: str, now: float) -> bool:
-        """Return whether a node of this host may not join: others of it were dismissed."""
-        return self._state.restarts.has_dismissed(host, now)
 
     def is_due(self, now: float) -> bool:
         """Return whether `tick` would act on something that did not come in time: nodes, exits of ranks, stacks."""
@@ -175,6 +159,10 @@ class JobStateMachine:
     def node_lost(self, number: int, why: str, now: float) -> None:
         """A node is lost. The attempt fails if ranks were still running there. `why` is a verb phrase: "vanished"."""
         self._failure_handler.node_lost(number, why, now)
+
+    def drop_node(self, number: int, reason: str, now: float) -> None:
+        """Drop a node that does not do what it should: it is lost for the job. `reason` is a sentence."""
+        self._failure_handler.drop_node(number, reason, now)
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
@@ -276,7 +264,7 @@ class JobStateMachine:
 
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
         for node in self._late_nodes(now):
-            self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
+            self.drop_node(node, f"it did not start its ranks within {START_S:.0f} s", now)
 
         # A rank that has failed explains everything else. If something may still come before it, that is waited for.
         if self._rank_exits.root_failure_is_due(now):
@@ -304,7 +292,7 @@ class JobStateMachine:
                 self._failure_handler.handle(attempt.root_failure(), now)
 
             case JobStatus.SAVE_AND_EXIT:
-                self._hang_check.time_is_over(now)
+                self._hang_check.grace_is_over(now)
 
             case JobStatus.KILL if COORDINATOR in state.awaiting_ranks_gone:
                 # They still hold the run folder.
@@ -314,7 +302,7 @@ class JobStateMachine:
             case JobStatus.KILL:
                 # Continue without the other nodes that could not kill their ranks.
                 for node in sorted(state.awaiting_ranks_gone):
-                    self.node_lost(node, f"was dropped: its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
+                    self.drop_node(node, f"its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobStatus.RUN | JobStatus.OVER:
                 pass  # they have none

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from lockstep.launch.failure import CausedByPeer
-
 
 class JobStatus(Enum):
     """The status of a job: what it does, or waits for."""
@@ -50,24 +48,8 @@ ACTIVE = (JobStatus.RUN, JobStatus.SAVE_AND_EXIT)
 # How long the job waits for its nodes.
 JOIN_S = 300.0
 
-# After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
-# that is longer: a large process takes a while to die.
-ROOT_WAIT_S = {
-    CausedByPeer.NEVER: 0.0,
-    CausedByPeer.UNLIKELY: 1.0,
-    CausedByPeer.POSSIBLE: 5.0,
-    CausedByPeer.CERTAIN: 5.0,
-}
-
-# After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
-# have written.
-COMMIT_S = 3.0
-
 # How long the other ranks may take to exit after the first one that was asked to.
 OTHER_SAVES_S = 20.0
-
-# A node sends a heartbeat every second. If none came for this long, the node is probably lost.
-QUIET_S = 2.0
 
 # How long the coordinator waits for nodes to say that their killed ranks are gone. A process with much memory takes a
 # while to die; a node that is lost altogether is noticed by its missing heartbeats.
@@ -75,10 +57,3 @@ NODES_KILL_S = 30.0
 
 # How long a node may take to confirm that it starts its ranks, which happens before they import anything.
 START_S = 10.0
-
-# How long the coordinator waits for the nodes' stacks.
-NODES_STACKS_S = 5.0
-
-# How long a node that takes over waits before it starts ranks. Rank 0 of the previous coordinator checks once a second
-# whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
-FENCE_S = 3.0

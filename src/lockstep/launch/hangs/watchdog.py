@@ -100,10 +100,11 @@ class Watchdog:
 
     # ---- suspicion and verdict ----
 
-    def suspicion(self, running: Collection[int], now: float, hangs: int = 0) -> Suspicion | None:
-        """Return a suspicion about the ranks that still run, after which their stacks are collected.
+    def look(self, running: Collection[int], now: float, hangs: int = 0) -> Suspicion | None:
+        """Look at the ranks that still run. Return a suspicion if they seem to hang: then their stacks are collected.
 
-        Called about once a second. `hangs`: how many attempts have reached a timeout since the newest checkpoint.
+        Called about once a second. What was collected for the last suspicion is forgotten. `hangs`: how many attempts
+        have reached a timeout since the newest checkpoint.
         """
         views = [view for view in self._all_views if view.rank in running]
 
@@ -111,27 +112,34 @@ class Watchdog:
         if len(views) < len(running):
             return None
 
-        # Ranks are not blamed for time in which the launcher did not look.
+        self._note_gap(now)
+        self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
+        aged = self._aged_views(views, now)
+
+        self.forget_answers()
+        self._suspicion = None
+        if now >= self._quiet_until:
+            self._suspicion = suspect(aged, self._config, hangs) or self._stall(aged, hangs)
+
+        return self._suspicion
+
+    def _note_gap(self, now: float) -> None:
+        """Begin a new watch if the launcher did not look for a while: ranks are not blamed for that time."""
         if now - self._last_look > UNWATCHED_S:
             self._watched_since = now
             self._halted = {}
 
         self._last_look = now
-        self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
 
-        # No rank can have stalled for longer than it was watched.
+    def _aged_views(self, views: list[RankView], now: float) -> list[RankView]:
+        """Return the views with the times that count: no rank can have stalled for longer than it was watched."""
         watched = now - self._watched_since
-        seen = []
+        aged = []
         for view in views:
             halted_s = now - self._halted.get(view.rank, now)
-            seen.append(replace(view, age=min(view.age, watched), halted_s=halted_s))
+            aged.append(replace(view, age=min(view.age, watched), halted_s=halted_s))
 
-        self.forget_answers()
-        self._suspicion = None
-        if now >= self._quiet_until:
-            self._suspicion = suspect(seen, self._config, hangs) or self._stall(seen, hangs)
-
-        return self._suspicion
+        return aged
 
     @property
     def timeout_was_reached(self) -> bool:

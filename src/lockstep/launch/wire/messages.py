@@ -16,7 +16,7 @@ from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import COORDINATOR, Bounds, LauncherSettings
-from lockstep.launch.restarts import Restarts
+from lockstep.launch.restarts import Dismissals, Restarts
 from lockstep.runtime.preemption import PREEMPT_SIGNALS
 
 # The messages, by their names in JSON.
@@ -119,7 +119,7 @@ class NodeFailed(Message):
     for_user: bool = False  # whether `why` says what to do
 
     def why_invalid(self) -> str | None:
-        return None if self.what in NODE_FAILURES else f"{self.what} is no failure that a node reports"
+        return None if self.what in NODE_FAILURES else f"{self.what} is not a failure that nodes report"
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,7 @@ class CoordinatorState(Message):
     members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
     attempt: int | None = None  # the newest attempt
     restarts: Restarts = field(default_factory=Restarts)
+    dismissals: Dismissals = field(default_factory=Dismissals)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     ending: JobEnd | None = None  # how the job ends when all ranks are gone, if that is decided: it has failed

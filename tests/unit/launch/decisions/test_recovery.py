@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.config.sections import HangConfig
+from lockstep.config.sections import HangConfig, RestartConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions.recovery import (
     AttemptFacts,
@@ -15,7 +15,10 @@ from lockstep.launch.decisions.recovery import (
     Restart,
     Situation,
     UndoResize,
-    decide,
+    after_failure,
+    after_request,
+    if_none_can_start,
+    node_to_drop,
 )
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import LauncherSettings
@@ -83,48 +86,82 @@ ASKED = {"preempt_signal": "SIGTERM"}
             End(JobEnd(ExitCode.FAILED, KILLED), "the job was asked to save and exit (SIGTERM)"),
         ),
         (KILLED, replace(UNSAVED, **ASKED, attempt=AttemptFacts(save_outcome="nothing")), EndPreempted()),
-        (
-            None,
-            replace(UNSAVED, **ASKED, attempt=AttemptFacts(save_outcome="failed")),
-            End(JobEnd(ExitCode.FAILED), SAVE_FAILED),
-        ),
-        (None, replace(SAVED, **ASKED, attempt=AttemptFacts(has_saved=True, save_outcome="failed")), EndPreempted()),
         (GRACE_EXCEEDED, UNSAVED, Continue()),
         (GRACE_EXCEEDED, replace(SAVED, **ASKED), EndPreempted()),
-        (LOST, replace(SAVED, node_is_member=True), Drop()),
-        (LOST, replace(SAVED, cannot_start=TOO_FEW), End(JobEnd(ExitCode.RESTART, LOST), TOO_FEW)),
+        (LOST, replace(SAVED, shortage=TOO_FEW), End(JobEnd(ExitCode.RESTART, LOST), TOO_FEW)),
         (LOST, SAVED, Restart()),
-        (NO_IMPORT, replace(SAVED, node_is_member=True, can_spare_node=True), Drop(dismiss=True)),
-        (NO_SETUP, replace(SAVED, node_is_member=True, can_spare_node=True), Drop(dismiss=True)),
         (NO_SETUP, replace(UNSAVED, node_is_member=True), End(JobEnd(ExitCode.FAILED, NO_SETUP), RECURS)),
-        (None, UNSAVED, Continue()),
-        (None, replace(UNSAVED, **ASKED), EndPreempted()),
-        (None, replace(SAVED, **ASKED, decided_end=FAILED), FAILED),
-        (None, replace(SAVED, **ASKED, typed_twice=True), End(JobEnd(ExitCode.RESTART), "Ctrl-C was typed twice")),
     ],
 )
-def test_the_rules(failure, situation, decision):
-    assert decide(failure, situation) == decision
+def test_the_rules_for_failures(failure, situation, decision):
+    assert after_failure(failure, situation) == decision
+
+
+@pytest.mark.parametrize(
+    ("situation", "arguments", "decision"),
+    [
+        (
+            replace(UNSAVED, **ASKED, attempt=AttemptFacts(save_outcome="failed")),
+            {},
+            End(JobEnd(ExitCode.FAILED), SAVE_FAILED),
+        ),
+        (replace(SAVED, **ASKED, attempt=AttemptFacts(has_saved=True, save_outcome="failed")), {}, EndPreempted()),
+        (UNSAVED, {}, Continue()),
+        (replace(UNSAVED, **ASKED), {}, EndPreempted()),
+        (replace(SAVED, **ASKED), {"decided_end": FAILED}, FAILED),
+        (
+            replace(SAVED, **ASKED),
+            {"typed_twice": True, "decided_end": FAILED},
+            End(JobEnd(ExitCode.RESTART), "Ctrl-C was typed twice"),
+        ),
+    ],
+)
+def test_the_rules_for_requests(situation, arguments, decision):
+    assert after_request(situation, **arguments) == decision
+
+
+@pytest.mark.parametrize(
+    ("failure", "facts", "drop"),
+    [
+        (LOST, {"node_is_member": True}, Drop()),
+        (LOST, {}, None),
+        (NO_IMPORT, {"node_is_member": True, "can_spare_node": True}, Drop(dismiss=True)),
+        (NO_SETUP, {"node_is_member": True, "can_spare_node": True}, Drop(dismiss=True)),
+        (NO_SETUP, {"node_is_member": True}, None),
+        (KILLED, {"node_is_member": True, "can_spare_node": True}, None),
+    ],
+)
+def test_which_nodes_the_job_does_without(failure, facts, drop):
+    assert node_to_drop(failure, replace(SAVED, **facts)) == drop
+
+
+def test_how_a_job_ends_whose_nodes_are_too_few():
+    ended = if_none_can_start(TOO_FEW, SAVED)
+    assert (ended.ending.code, ended.ending.failure.message, ended.reason) == (ExitCode.RESTART, TOO_FEW, TOO_FEW)
+    no_restart = LauncherSettings(restart=RestartConfig(per_hour=0))
+    assert if_none_can_start(TOO_FEW, replace(SAVED, settings=no_restart)).ending.code == ExitCode.FAILED
+    assert if_none_can_start(TOO_FEW, replace(SAVED, **ASKED)) == EndPreempted()
+    assert if_none_can_start(TOO_FEW, replace(UNSAVED, **ASKED)).ending.code == ExitCode.FAILED
 
 
 def test_a_restart_is_refused_once_the_hour_has_had_its_restarts():
-    """The number is a fact that is passed in: asked a hundred times, `decide` uses up none."""
+    """The number is a fact that is passed in: asked a hundred times, it uses up none."""
     for _ in range(100):
-        assert decide(KILLED, SAVED) == Restart()
+        assert after_failure(KILLED, SAVED) == Restart()
 
     reason = "10 restarts within the last hour, which is the limit"
-    assert decide(KILLED, replace(SAVED, recent_restarts=10)) == End(JobEnd(ExitCode.FAILED, KILLED), reason)
+    assert after_failure(KILLED, replace(SAVED, recent_restarts=10)) == End(JobEnd(ExitCode.FAILED, KILLED), reason)
 
 
 def test_a_restart_is_refused_after_too_many_without_a_new_checkpoint():
     """At any rate, so that a hang that takes a quarter of an hour does not repeat for ever."""
-    assert decide(HANG, replace(UNSAVED, restarts_in_a_row=4, recent_restarts=4)) == Restart()
+    assert after_failure(HANG, replace(UNSAVED, restarts_in_a_row=4, recent_restarts=4)) == Restart()
 
     reason = "5 restarts in a row without a new checkpoint, which is the limit (restart.max_in_a_row)"
-    assert decide(HANG, replace(UNSAVED, restarts_in_a_row=5)) == End(JobEnd(ExitCode.FAILED, HANG), reason)
+    assert after_failure(HANG, replace(UNSAVED, restarts_in_a_row=5)) == End(JobEnd(ExitCode.FAILED, HANG), reason)
 
 
 def test_a_resize_whose_first_attempt_raises_is_undone():
     situation = replace(UNSAVED, first_after_resize=True)
-    assert decide(RAISED, situation) == UndoResize()
-    assert decide(KILLED, situation) == Restart()
+    assert after_failure(RAISED, situation) == UndoResize()
+    assert after_failure(KILLED, situation) == Restart()

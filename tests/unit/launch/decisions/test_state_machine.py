@@ -10,7 +10,7 @@ import pytest
 from lockstep import api
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
-from lockstep.launch.decisions import status
+from lockstep.launch.decisions import hang_check, rank_exits, state_machine, status
 from lockstep.launch.decisions.commands import DismissNode, DropNode, RecordEvent, Send, StartAttempt
 from lockstep.launch.decisions.members import Node, divide
 from lockstep.launch.decisions.state import JobState
@@ -69,7 +69,7 @@ class Stage:
 
     @property
     def state(self) -> JobState:
-        return self._state_machine._state
+        return self._state_machine.state
 
     def join(self, number: int, count: Bounds | None = None) -> None:
         self.state_machine.node_joined(Node(number, f"host-{number}", count or self.nproc), self.now)
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_all_ranks_have_written_is_committed_before_the_ranks_
 def test_a_commit_that_does_not_end_is_not_waited_for(stage):
     stage.committing = True
     stage.exit(1, 1)
-    assert stage.tick(1 + status.COMMIT_S - 0.1) == []
+    assert stage.tick(1 + rank_exits.COMMIT_S - 0.1) == []
     stage.tick(0.2)
     assert "not restarted: no checkpoint has been saved" in stage.said
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_that_all_ranks_have_written_is_committed_after_a_kill_too(
 def test_a_commit_that_does_not_end_after_a_kill_is_not_waited_for(stage):
     stage.committing = True
     stage.exit(1, -9)
-    assert stage.tick(status.COMMIT_S - 0.1) == []
+    assert stage.tick(rank_exits.COMMIT_S - 0.1) == []
     stage.tick(0.2)
     assert stage.sent(Kill) == [0]
 
@@ -386,20 +386,20 @@ def test_a_host_that_was_dismissed_twice_may_not_join_for_an_hour():
     """Its platform starts it again and again: each time the ranks save, and an attempt fails."""
     stage = nodes(1, 2, 1)
     for number in (1, 2):
-        assert not stage.state_machine.has_dismissed(f"host-{number}", stage.now)
+        assert not stage.state.dismissals.are_too_many(f"host-{number}", stage.now)
         stage.state_machine.node_joined(Node(number, "bad-host", ONE), stage.now)
         stage.state_machine.node_failed(
             number, NodeFailed(None, LauncherFailure.IMPORT, "exited while importing"), stage.now
         )
-        assert stage.state_machine.has_dismissed("bad-host", stage.now) is (number == 2)
+        assert stage.state.dismissals.are_too_many("bad-host", stage.now) is (number == 2)
         stage.tick(60.0)
 
-    assert not stage.state_machine.has_dismissed("host-0", stage.now)
+    assert not stage.state.dismissals.are_too_many("host-0", stage.now)
 
     # A successor of the coordinator remembers it, too.
     new = Stage(inherited=decode(encode(stage.state_machine.coordinator_state(stage.now))), now=5.0)
-    assert new.state_machine.has_dismissed("bad-host", 5.0)
-    assert not new.state_machine.has_dismissed("bad-host", 3600.0)
+    assert new.state.dismissals.are_too_many("bad-host", 5.0)
+    assert not new.state.dismissals.are_too_many("bad-host", 3600.0)
 
 
 def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():
@@ -583,7 +583,7 @@ def exhaust_time(stage: Stage, seconds: float) -> None:
     stage.tick(seconds)
     assert stage.sent(CollectStacks) == [0]
     assert not stage.sent(Kill)
-    stage.tick(status.NODES_STACKS_S)
+    stage.tick(hang_check.NODES_STACKS_S)
     assert stage.sent(Kill) == [0]
 
 
@@ -1146,7 +1146,7 @@ def test_a_job_that_has_failed_is_not_restarted_by_a_successor():
     new = taken_over(stage)
     assert "not restarted: that was decided" in [new.tick(), new.said][1]
     new.join(1)
-    assert not [new.tick(status.FENCE_S - 1), new.of(JobEnd)][1]
+    assert not [new.tick(state_machine.FENCE_S - 1), new.of(JobEnd)][1]
     assert [(end.code, end.failure.message) for end in [new.tick(2), new.of(JobEnd)][1]] == [(1, "the same again")]
 
 

@@ -12,7 +12,7 @@ from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
-from lockstep.launch.restarts import Restarts
+from lockstep.launch.restarts import Dismissals, Restarts
 from lockstep.launch.wire import messages
 from lockstep.launch.wire.messages import (
     Announce,
@@ -33,13 +33,14 @@ from lockstep.launch.wire.messages import (
     encode,
 )
 
-RESTARTS = Restarts([12.5], 1, 1, 5, {"host": [7.5]})
+RESTARTS = Restarts([12.5], 1, 1, 5)
+DISMISSALS = Dismissals({"host": [7.5]})
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_here": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 FAILURE = Failure(1, "host", 12, "ValueError", "text")
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
     Welcome("runs/b", "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
-    CoordinatorState([[0, 0], [2, 2]], 3, RESTARTS, {"hang": {}}, "SIGTERM", JobEnd(1, FAILURE), 99.5),
+    CoordinatorState([[0, 0], [2, 2]], 3, RESTARTS, DISMISSALS, {"hang": {}}, "SIGTERM", JobEnd(1, FAILURE), 99.5),
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit.as_asked("saved", 7)),
     RankExited(0, 1, RankExit(1, FAILURE)),
