@@ -20,7 +20,7 @@ from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.ranks.local_ranks import LocalRanks
-from lockstep.launch.ranks.post_mortem import examine
+from lockstep.launch.ranks.post_mortem import LocalRank, examine
 from lockstep.launch.ranks.rank_environment import rank_environment
 from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.ranks.zygote_client import ZygoteClient
@@ -237,7 +237,7 @@ class Agent:
 
     def poll(self) -> list[ToCoordinator]:
         """Return the messages about what has happened since the last call."""
-        # First what the zygote reports. If it has died, it may have reported ends of ranks before.
+        # First the reports of the zygote. If it has died, its last reports may still be the ends of ranks.
         changes = self._zygote.poll()
         if self._current is not None:
             self._note_changes(self._current, changes)
@@ -246,7 +246,7 @@ class Agent:
         if self._next_zygote is not None:
             self._next_zygote.poll()
 
-        # Then the zygote itself: the ranks of one that has died are lost, and count as gone below.
+        # Then the zygote itself. If it has died, its ranks are lost with it, and count as gone below.
         self._check_zygote(self._current)
 
         # Last, whether ranks that were killed are all gone.
@@ -258,7 +258,7 @@ class Agent:
         return messages
 
     def _note_changes(self, current: LocalRanks, changes: list[RankChange]) -> None:
-        """Note which ranks have started or ended. Ranks of earlier attempts are not looked at."""
+        """Note which ranks of this attempt have started or ended."""
         # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
         if any(change.is_end for change in changes):
             self._messages.append(self.heartbeat())
@@ -268,20 +268,25 @@ class Agent:
             if rank is None:
                 continue
 
-            # Started, or ended. A process of an earlier rank of this number may end later.
             if change.code is None:
                 assert change.pid is not None, "a rank that has started has a process"
                 current.rank_started(rank, change.pid)
+            # An end may be that of an earlier process, whose rank had the same number.
             elif rank.pid == change.pid:
-                del current.ranks[rank.number]
-                now = time.time()
-                rank_exit = examine(rank, change.code, now)
-                age = max(0.0, now - rank_exit.failure.time) if rank_exit.failure else 0.0
-                self._messages.append(RankExited(current.attempt, rank.number, rank_exit, age))
+                self._report_end(current, rank, change.code)
+
+    def _report_end(self, current: LocalRanks, rank: LocalRank, code: int) -> None:
+        """Find out why a rank has ended, and report that."""
+        del current.ranks[rank.number]
+        now = time.time()
+        rank_exit = examine(rank, code, now)
+        age = max(0.0, now - rank_exit.failure.time) if rank_exit.failure else 0.0
+        self._messages.append(RankExited(current.attempt, rank.number, rank_exit, age))
 
     def _check_zygote(self, current: LocalRanks | None) -> None:
         """Kill a zygote that does not answer, and replace one that has died."""
-        # If it has not said that killed ranks ended, it is halted or stalls, unless a rank is slow to die.
+        # The ranks were killed long ago and have no process any more, but the zygote has not reported it: it is halted,
+        # or it stalls.
         if current and current.ranks and current.seconds_since_kill > RANKS_KILL_S and not current.any_process_left:
             self._zygote.kill_zygote()
 
@@ -289,14 +294,14 @@ class Agent:
             self._replace_zygote()
 
     def _replace_zygote(self) -> None:
-        """Replace a zygote that died and kill the ranks that it forked, whose exit codes would be lost."""
+        """Kill the ranks of a zygote that has died, because nothing reports their ends any more, and replace it."""
         self._zygote.close()
         self._cannot_import = self._zygote.cannot_import
 
         if self._current is not None:
             self._current.zygote_lost()
 
-        # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
+        # If its imports have failed, those of the next one would fail as well, so none is started.
         attempt = self._current.attempt if self._current else None
         process = "the process" if self._zygote.pid is None else f"the process {self._zygote.pid}"
         text = f"{process} that starts the ranks on {self.name} {self._zygote.how_it_ended}"

@@ -5,7 +5,6 @@ It runs in the launcher of one node. On several nodes `nodes/search.py` finds ou
 
 from __future__ import annotations
 
-import secrets
 import socket
 import time
 from contextlib import closing
@@ -24,7 +23,7 @@ from lockstep.launch.terminal import print_line
 from lockstep.launch.times import HEARTBEAT_S, STALLED_LOOP_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Acceptor, Rejection
-from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at, local_address, unused_port
+from lockstep.launch.wire.connections import ConnectionLost, Hub, local_address
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -34,14 +33,13 @@ from lockstep.launch.wire.messages import (
     NodeHeartbeat,
     Order,
     RankExited,
-    Rendezvous,
     Start,
     ToCoordinator,
     ToNode,
     Welcome,
 )
 from lockstep.launch.wire.sockets import wait_readable
-from lockstep.launch.wire.store_server import StoreServer, store_secret
+from lockstep.launch.wire.store_server import AttemptStore
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import RESIZE_REQUEST
 from lockstep.run_folder.resize import size_in
@@ -80,22 +78,18 @@ class Coordinator:
 
         self._hub = Hub(self._acceptor)
 
-        # The store of the current attempt, if its ranks are on several nodes, and the address where it is bound.
-        self._address = local_address(listener) if listener else "127.0.0.1"
-        self._store: StoreServer | None = None
+        # Where the ranks of the current attempt meet.
+        address = local_address(listener) if listener else "127.0.0.1"
+        self._store = AttemptStore(address, agent.secret, partial(self._announce_unknown_peer, "the ranks' store"))
 
         self._lease = lease
+        self._predecessors_loss = failure
 
         # A thread looks at the run folder, which may be on a disk that answers slowly.
         self._watch = FolderWatch(job.run_dir, lease)
 
-        # The coordinating node joins its own job like any other node.
-        self._watch.refresh()
         now = time.monotonic()
         self._state_machine = JobStateMachine(job, self._watch.checkpoints, now, inherited)
-        self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
-        if failure is not None:
-            self._state_machine.took_over(failure, now)
 
         # These change from one iteration to the next.
         self._newcomers: list[int] = []  # nodes that were welcomed in this iteration, and have no state yet
@@ -111,13 +105,15 @@ class Coordinator:
         """Return how the job ended; None if another node has taken it over."""
         with closing(self._hub):
             with closing(self._watch):
+                self._begin()
+
                 # Until the last command, or until another node has taken over. In both cases no rank may be left here.
                 self._watch.start()
                 while self._ending is None and not self._watch.superseded:
                     self._iterate()
 
                 self._agent.kill_and_wait()
-                self._close_store()
+                self._store.close()
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
             # another node takes over.
@@ -134,19 +130,27 @@ class Coordinator:
         """The state from which a successor of this coordinator would start."""
         return self._state_machine.coordinator_state(time.monotonic())
 
+    def _begin(self) -> None:
+        """Join this node to its own job, like any other node, and note the loss of a predecessor."""
+        self._watch.refresh()
+        now = time.monotonic()
+        self._state_machine.note_checkpoints(self._watch.checkpoints)
+        self._state_machine.node_joined(Node(COORDINATOR, self._agent.name, self._agent.nproc), now)
+        if self._predecessors_loss is not None:
+            self._state_machine.took_over(self._predecessors_loss, now)
+
     # ---- the loop ----
 
     def _iterate(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
         now = time.monotonic()
-        store_sockets = self._store.sockets(now) if self._store else []
-        wait_readable(self._agent.sockets() + self._hub.sockets(now) + store_sockets, WAIT_S)
+        wait_readable(self._agent.sockets() + self._hub.sockets(now) + self._store.sockets(now), WAIT_S)
 
         now = time.monotonic()
         messages = self._agent.poll()
 
-        # A coordinator that was superseded must not act on what has arrived. The thread may not have looked yet: after
-        # this process was halted, and if rank 0 has ended, which looks for a successor itself.
+        # A coordinator that was superseded must not act on what has arrived. In two cases the thread may not have
+        # looked yet: this process was halted, or rank 0 has ended, which ends when it sees a successor itself.
         rank_exited = any(isinstance(message, RankExited) for message in messages)
         if rank_exited or now - self._watch.last_iteration_at > STALLED_LOOP_S:
             self._watch.refresh()
@@ -162,9 +166,7 @@ class Coordinator:
         from_nodes = self._hub.poll(now)
         self._note_checkpoints([*messages, *(message for _, message in from_nodes)], now)
         self._receive_all(messages, from_nodes, now)
-        if self._store is not None:
-            self._store.poll(now)
-
+        self._store.poll(now)
         self._poll_folder(now)
 
         # Once a second take the heartbeat of this node, and look for ranks that stall.
@@ -182,8 +184,8 @@ class Coordinator:
     def _send_heartbeat(self) -> None:
         """Send the coordinator's heartbeat to the other nodes, if it is due.
 
-        Called before each of the two that may hold up the loop, a disk and the stacks of ranks, so that these do not
-        add up (`times.py`).
+        Two things may hold up the loop: a disk, and the stacks of ranks. This is called before each of them, so that
+        the two waits do not add up (`times.py`).
         """
         now = time.monotonic()
         # A successor must not restart a job that has failed, if this node is lost before its next heartbeat.
@@ -287,7 +289,7 @@ class Coordinator:
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        # A node that was never a member has the coordinator's number in its message.
+        # In the message of a node that was never a member, the number is COORDINATOR.
         members = state_machine.state.members
         had_number = hello.number != COORDINATOR and hello.term == lease.term.number
         returns = had_number and hello.number in members.nodes
@@ -355,7 +357,7 @@ class Coordinator:
         self._send_to_nodes(self.state)
 
         world_size = sum(command.counts.values())
-        rendezvous = self._open_rendezvous(len(command.counts), world_size)
+        rendezvous = self._store.open(len(command.counts), world_size)
 
         first_rank = 0
         starts: dict[int, Start] = {}
@@ -366,31 +368,6 @@ class Coordinator:
         # This node comes last: it starts its ranks at once, on a disk that may answer slowly.
         for node in sorted(starts, key=lambda node: node == COORDINATOR):
             self._send(node, starts[node])
-
-    def _open_rendezvous(self, nodes: int, world_size: int) -> Rendezvous:
-        """Return where the ranks of an attempt meet: in a new store, which has no addresses of an earlier attempt.
-
-        On one node it is a file (`rank_environment`), on several a server in this process, which listens before any
-        rank starts.
-        """
-        self._close_store()
-        if nodes == 1:
-            return Rendezvous("127.0.0.1", unused_port("127.0.0.1"))
-
-        assert self._agent.secret is not None
-
-        # A key for this attempt only: ranks of an earlier attempt cannot reach the new store.
-        nonce = secrets.token_hex(16)
-        listener = listen_at(self._address, 0)
-        announce = partial(self._announce_unknown_peer, "the ranks' store")
-        self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size, announce)
-        return Rendezvous(self._address, unused_port(self._address), listener.getsockname()[1], nonce)
-
-    def _close_store(self) -> None:
-        """Close the store of the last attempt, if it had one."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
 
     def _send(self, node: int, order: Order) -> None:
         """Send an order to a node; this node's agent carries it out at once."""

@@ -37,7 +37,6 @@ class FolderWatch:
 
         # The run folder, once it was seen, and until it is found missing or replaced.
         self._identity: tuple[int, int] | None = None
-        self._notice_removal()
 
         # What the coordinator's loop reads: what the checkpoints showed last, whether another node has taken over, the
         # contents of the files that `lockstep resize` left, whether the run folder is gone, and an error that ended
@@ -48,10 +47,11 @@ class FolderWatch:
         self.removed = False
         self.error: Exception | None = None
 
-        # How often the coordinator's loop has asked for a look, and how many of these requests were met.
-        self._asked = 0
-        self._met = 0
-        self._has_met = threading.Condition()
+        # How many looks the coordinator's loop has requested, and how many of these requests were answered. A look that
+        # is in progress answers no new request: it may have read what has changed since.
+        self._requested_looks = 0
+        self._finished_looks = 0
+        self._look_finished = threading.Condition()
 
         # Events that the coordinator's loop has left, to be written to events.jsonl.
         self._events: deque[dict[str, Any]] = deque()
@@ -60,8 +60,7 @@ class FolderWatch:
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
 
-    def start(self) -> None:
-        self._thread.start()
+    # ---- the thread ----
 
     def _run(self) -> None:
         try:
@@ -69,19 +68,19 @@ class FolderWatch:
                 self.look_at_folder()
                 self._serve_until(time.monotonic() + HEARTBEAT_S)
         except Exception as error:
-            # The coordinator's loop raises it, whatever it is: without this thread nothing renews the lease.
+            # The coordinator's loop raises every error: without this thread nothing renews the lease.
             self.error = error
         finally:
             self._write_events()
 
     def _serve_until(self, next_look: float) -> None:
-        """Do what the loop asks for, until it is time to look at everything again."""
+        """Look when the loop requests it, and write its events, until it is time to look at everything again."""
         while not self._closed and (seconds := next_look - time.monotonic()) > 0:
             self._awake.wait(seconds)
             self._awake.clear()
 
-            # What the loop waits for comes first.
-            if self._asked > self._met:
+            # The loop waits for a look, but not for its events.
+            if self._requested_looks > self._finished_looks:
                 self._look()
 
             self._write_events()
@@ -89,11 +88,6 @@ class FolderWatch:
     def _write_events(self) -> None:
         while self._events:
             append_event(self._run_dir, self._events.popleft())
-
-    def record_event(self, event: Mapping[str, Any]) -> None:
-        """Have an event appended to the run's events. The coordinator's loop does not wait for the disk."""
-        self._events.append({"time": time.time(), **event})
-        self._awake.set()
 
     def look_at_folder(self) -> None:
         """Look once at everything that the coordinator must know. Only the thread does that: it may block."""
@@ -114,8 +108,8 @@ class FolderWatch:
 
     def _look(self) -> None:
         """Look whether another node has taken over, and at the checkpoints."""
-        # A request that comes during this look may be about something that happened after it.
-        asked = self._asked
+        # Requests that come from now on are left to the next look.
+        requested = self._requested_looks
 
         if self._lease is not None and self._lease.superseded():
             self.superseded = True
@@ -124,25 +118,9 @@ class FolderWatch:
         with suppress(OSError):
             self.checkpoints = read_checkpoint_facts(self._run_dir / CHECKPOINTS)
 
-        with self._has_met:
-            self._met = asked
-            self._has_met.notify_all()
-
-    def refresh(self) -> None:
-        """Have the thread look now, and wait for it: what follows must not depend on what was true a second ago.
-
-        The coordinator's loop calls this when something has happened. If the disk does not answer within LOOK_S, the
-        loop goes on with what was seen last.
-        """
-        # Before the thread has begun, no other node waits for this one.
-        if self._thread.ident is None:
-            self._look()
-            return
-
-        self._asked += 1
-        self._awake.set()
-        with self._has_met:
-            self._has_met.wait_for(lambda: self._met == self._asked or not self._thread.is_alive(), LOOK_S)
+        with self._look_finished:
+            self._finished_looks = requested
+            self._look_finished.notify_all()
 
     def _notice_removal(self) -> None:
         """Note that the run folder is gone or another one: nothing that is trained from now on can be saved there."""
@@ -154,6 +132,35 @@ class FolderWatch:
             elif found != self._identity:
                 self._identity = None
                 self.removed = True
+
+    # ---- for the coordinator's loop ----
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def refresh(self) -> None:
+        """Have the thread look now, and wait until it has: a decision must not depend on what was true a second ago.
+
+        If the disk does not answer within LOOK_S, the loop goes on with what was seen last.
+        """
+        # Before the thread has begun, no other node waits for this one.
+        if self._thread.ident is None:
+            self._look()
+            return
+
+        self._requested_looks += 1
+        self._awake.set()
+        with self._look_finished:
+            self._look_finished.wait_for(self._is_answered, LOOK_S)
+
+    def _is_answered(self) -> bool:
+        """Return whether all requests for a look were answered, or none will be."""
+        return self._finished_looks == self._requested_looks or not self._thread.is_alive()
+
+    def record_event(self, event: Mapping[str, Any]) -> None:
+        """Have an event appended to the run's events. The coordinator's loop does not wait for the disk."""
+        self._events.append({"time": time.time(), **event})
+        self._awake.set()
 
     def close(self) -> None:
         """End the thread. If its disk does not answer, events that were not written are lost."""

@@ -29,7 +29,7 @@ def explains_abort(text: str) -> bool:
     return bool(_LOST_PEER.search(text))
 
 
-def says_so(kind: str, text: str) -> bool:
+def reports_lost_peer(kind: str, text: str) -> bool:
     """Return whether an exception is one of torch that reports a lost peer. `kind` is the name of its class."""
     raised_by_gloo = kind == "RuntimeError" and bool(_RAISED_BY_GLOO.search(text))
     return (kind in _TORCH_ERRORS or raised_by_gloo) and bool(_LOST_PEER.search(text))
@@ -53,7 +53,7 @@ def follows(error: BaseException) -> bool:
         if isinstance(link, UserError | OutOfStep | SmallerMicroBatch):
             continue
 
-        if says_so(type(link).__name__, text_of(link)):
+        if reports_lost_peer(type(link).__name__, text_of(link)):
             return True
 
         # A program may have linked them in a circle, and may say which of its errors are equal.

@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.job import Job, parse_address
-from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome
+from lockstep.launch.nodes.node_launcher import Outcome, run_node
 from lockstep.run_folder.start_from import hold_for_new_job
 from lockstep.runtime.host.network import check_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
@@ -34,7 +34,7 @@ def supervise(job: Job) -> Outcome:
     name = job.host or socket.gethostname()
     with collect_signals() as signals:
         if job.join is not None:
-            return NodeLauncher(job, name, signals).run()
+            return run_node(job, name, signals)
 
         with hold_for_new_job(job.run_dir, job.goes_back_to), closing(Agent(job, name)) as agent:
             ending = Coordinator(job, agent, signals).run()

@@ -17,7 +17,7 @@ from lockstep import cli
 from lockstep.clusters.kubernetes import dns_name
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, Job, parse_nnodes
-from lockstep.launch.supervisor import NodeLauncher
+from lockstep.launch.nodes.node_launcher import run_node
 
 KINDS = ["job", "jobset", "trainjob"]
 BASE = ["launch", "kubernetes", "char_lm", "--image", "me/train:1"]
@@ -238,7 +238,7 @@ def test_a_launcher_waits_for_a_name_that_the_dns_does_not_know_yet(tmp_path, ca
     join = "first-0.first.invalid:29400,first-1.first.invalid:29400"
     signals = ThirdTime()
     job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 2), join)
-    assert NodeLauncher(job, "first-1", signals).run().ending.code == 75
+    assert run_node(job, "first-1", signals).ending.code == 75
     assert signals.asked == 3
     assert "ended while no node coordinates" in capsys.readouterr().err
 

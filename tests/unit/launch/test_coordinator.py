@@ -50,10 +50,16 @@ class IdleAgent(SimpleNamespace):
 def started(tmp_path):
     """Return a function that makes a coordinator; the job needs two nodes, so that nothing starts."""
 
-    def make(signals: list[str], nnodes: Bounds = Bounds(2, 2)) -> tuple[Coordinator, election.Lease]:
+    def make(
+        signals: list[str], nnodes: Bounds = Bounds(2, 2), begins: bool = True
+    ) -> tuple[Coordinator, election.Lease]:
         term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
         job = Job({}, tmp_path, Bounds(1, 1), nnodes, join=ADDRESS, resume_command="again")
-        return Coordinator(job, IdleAgent(orders=[]), signals, lease=term), term
+        coordinator = Coordinator(job, IdleAgent(orders=[]), signals, lease=term)
+        if begins:  # as `run` does
+            coordinator._begin()
+
+        return coordinator, term
 
     return make
 
@@ -123,7 +129,7 @@ def test_a_node_starts_its_own_ranks_last(started, monkeypatch):
     coordinator, _ = started([])
     sent = []
     monkeypatch.setattr(coordinator, "_send", lambda node, order: sent.append((node, order.first_rank)))
-    monkeypatch.setattr(coordinator, "_open_rendezvous", lambda nodes, ranks: Rendezvous("127.0.0.1", 1))
+    monkeypatch.setattr(coordinator._store, "open", lambda nodes, ranks: Rendezvous("127.0.0.1", 1))
     coordinator._carry_out(StartAttempt(0, {0: 1, 1: 1, 2: 1}))
     assert sent == [(1, 1), (2, 2), (0, 0)]
 
@@ -272,7 +278,7 @@ def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
 
 
 def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
-    coordinator, term = started([])
+    coordinator, term = started([], begins=False)
     answers, asked, iterations = threading.Event(), threading.Event(), []
 
     def slow():
@@ -297,7 +303,7 @@ def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
 
 
 def test_the_thread_counts_and_notices_a_successor(started, tmp_path):
-    coordinator, _ = started([])
+    coordinator, _ = started([], begins=False)
     before = election.read_counter(tmp_path, 1)
     coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) > before
@@ -394,7 +400,7 @@ def test_a_request_that_a_shell_has_only_begun_to_write_is_not_lost(tmp_path):
 
 
 def test_an_error_in_the_thread_ends_the_job(started, monkeypatch):
-    coordinator, _ = started([])
+    coordinator, _ = started([], begins=False)
 
     def fail():
         raise ValueError("unexpected")

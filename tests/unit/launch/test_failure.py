@@ -111,7 +111,7 @@ CUDA_FAILED = "NCCL error: unhandled cuda error, ncclUnhandledCudaError: Call to
     ],
 )
 def test_a_timeout_of_nccl_is_a_complaint(message, lost, local_rank):
-    assert lost_peer.says_so("DistBackendError", message) is lost
+    assert lost_peer.reports_lost_peer("DistBackendError", message) is lost
 
     what = f"[PG 0 Rank 1] Process group watchdog thread terminated with exception: {message}"
     local_rank.log.write_text(
@@ -269,7 +269,7 @@ def test_an_error_of_lockstep_is_no_complaint_whatever_led_to_it(error):
     ],
 )
 def test_what_torch_says_of_a_lost_peer(kind, message):
-    assert lost_peer.says_so(kind, message)
+    assert lost_peer.reports_lost_peer(kind, message)
 
 
 def test_a_rank_that_was_never_forked_is_the_cause():

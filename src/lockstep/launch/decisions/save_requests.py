@@ -6,7 +6,6 @@ import math
 
 from lockstep.errors import Preempted, plural
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.recovery import AttemptFacts
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
@@ -143,22 +142,32 @@ class SaveRequests:
 
     def end_job(self) -> None:
         """End the job as preempted, because a signal asked for it and no rank runs any more."""
-        state, attempt = self._state, self._state.attempt
+        state = self._state
         step = state.checkpoints.newest_step
-
-        # The newest checkpoint need not be of this attempt, nor be the one that the ranks were asked for.
-        facts = attempt.facts(step) if attempt is not None else AttemptFacts()
-        is_new = step != self._newest_when_asked or facts.save_outcome == "saved"
-        if step is None:
-            ended = "ended before anything was saved"
-        elif facts.has_saved and facts.save_outcome != "failed" and is_new:
-            ended = f"saved at step {step}"
-        elif attempt is None and state.last_attempt is not None:
-            # The ranks of a lost coordinator may have saved it, or not.
-            ended = f"ended after a takeover; the newest checkpoint is of step {step}"
-        else:
-            ended = f"ended without another save; the newest checkpoint is of step {step}"
-
-        state.outbox.announce(f"{ended}; to resume: {state.job.resume_command}")
+        state.outbox.announce(f"{self._describe_end(step)}; to resume: {state.job.resume_command}")
         state.outbox.record_event("preempted", signal=self.signal, step=step)
         state.end(JobEnd(Preempted.code_of(self.signal)))
+
+    def _describe_end(self, newest_step: int | None) -> str:
+        """Return whether the job has saved before its end. `newest_step` is that of the newest checkpoint."""
+        attempt = self._state.attempt
+        if newest_step is None:
+            return "ended before anything was saved"
+
+        # The ranks of a lost coordinator may have saved it, or not.
+        if attempt is None and self._state.last_attempt is not None:
+            return f"ended after a takeover; the newest checkpoint is of step {newest_step}"
+
+        if attempt is not None and self._saved_as_asked(attempt, newest_step):
+            return f"saved at step {newest_step}"
+
+        return f"ended without another save; the newest checkpoint is of step {newest_step}"
+
+    def _saved_as_asked(self, attempt: Attempt, newest_step: int) -> bool:
+        """Return whether the newest checkpoint is the one that the ranks were asked for, and not an older one."""
+        if attempt.save_outcome == "saved":
+            return True
+
+        # The ranks may have saved, and then not have exited as they were asked to.
+        is_new = newest_step != self._newest_when_asked
+        return is_new and attempt.has_saved(newest_step) and attempt.save_outcome != "failed"

@@ -162,34 +162,43 @@ class Findings:
 
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
     """Compare the collectives of the ranks. There are no lines if no collective is under way."""
-    groups = sorted(_by_group(dumps).items())
+    groups = _by_group(dumps)
+    lines: list[str] = []
+    mismatches: set[str] = set()
+    waits: list[_Wait] = []
 
-    # Each process group contributes the first collective that differs, or else the first one in which ranks wait.
-    mismatches = {}
-    waits = {}
-
-    for name, history in groups:
+    # Each process group contributes the first collective that differs, which explains more than the wait that follows
+    # from it, or else the first one in which ranks wait.
+    for name, history in sorted(groups.items()):
         text = _mismatch(history)
         if text:
-            mismatches[name] = text
+            mismatches.add(name)
         else:
-            waits[name] = _Wait(history)
+            waits.append(_Wait(history))
+            text = waits[-1].text()
 
-    # A mismatch explains more than the wait that follows from it.
-    texts = {name: mismatches.get(name) or waits[name].text() for name, _ in groups}
+        if text:
+            lines.append(f"process group {name}: {text}")
 
-    # A rank that is late in one group because it waits in another group is not at fault.
-    inside = {rank for wait in waits.values() for rank in wait.inside}
-    late = {rank for wait in waits.values() if wait.inside for rank in wait.late}
-
-    default = dict(groups).get(DEFAULT_GROUP, {})
+    # A collective that differs is a deadlock if a rank waits in it, or in a later one.
+    default = groups.get(DEFAULT_GROUP, {})
+    is_waiting = any(not last.finished for last in _last_ones(default))
 
     return Findings(
-        [f"process group {name}: {text}" for name, text in texts.items() if text],
-        [] if mismatches else sorted(late - inside or late),
-        DEFAULT_GROUP in mismatches and any(not last.finished for last in _last_ones(default)),
-        {rank: max(entered, default=0) for rank, entered in default.items()},
+        lines=lines,
+        late=[] if mismatches else _late_ranks(waits),
+        deadlock=DEFAULT_GROUP in mismatches and is_waiting,
+        entered={rank: max(entered, default=0) for rank, entered in default.items()},
     )
+
+
+def _late_ranks(waits: list[_Wait]) -> list[int]:
+    """Return the ranks that did not enter a collective in which other ranks wait."""
+    inside = {rank for wait in waits for rank in wait.inside}
+    late = {rank for wait in waits if wait.inside for rank in wait.late}
+
+    # A rank that is late in one group because it waits in another group is not at fault.
+    return sorted(late - inside or late)
 
 
 # Rank -> number -> the collective that the rank entered. Numbers count up in each process group and mean the same

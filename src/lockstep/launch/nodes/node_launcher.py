@@ -36,6 +36,7 @@ from lockstep.launch.wire.secret import find_secret
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.run_dir import prepare
+from lockstep.runtime.rendezvous.handshake import Secret
 
 
 class Outcome(NamedTuple):
@@ -45,26 +46,30 @@ class Outcome(NamedTuple):
     ended_here: bool  # whether this node coordinated the job when it ended
 
 
+def run_node(job: Job, name: str, signals: list[str]) -> Outcome:
+    """Run the launcher of this node until the job ends."""
+    # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
+    if not job.run_dir_was_chosen:
+        prepare(job.run_dir)
+
+    return NodeLauncher(job, name, signals, find_secret(job.secret_path)).run()
+
+
 class NodeLauncher:
     """The launcher of one node of a job on several nodes."""
 
-    def __init__(self, job: Job, name: str, signals: list[str]):
+    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
         # The job as this node's command describes it, until a coordinator has welcomed the node.
         self._job = job
         self._name = name
         self._signals = signals
+        self._secret = secret
         self._agent: Agent | None = None
-
-        # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
-        if not job.run_dir_was_chosen:
-            prepare(job.run_dir)
-
-        self._secret = find_secret(job.secret_path)
 
         # None until the node belongs to the job.
         self._membership: Membership | None = None
 
-        self._search = Search(job, name, signals, self._secret)
+        self._search = Search(job, name, signals, secret)
         self._ended_here = False
 
     def run(self) -> Outcome:
@@ -187,7 +192,7 @@ class NodeLauncher:
         if last is not None:
             election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
-        # An agent belongs to a job as it was: one for another run folder starts anew.
+        # An agent runs one job only. If the job is another one now, with another run folder, it needs another agent.
         job = replace(self._job, run_dir=Path(welcome.run_dir), resume_command=welcome.resume_command)
         if self._agent is not None and job != self._job:
             self._agent.close()
@@ -219,7 +224,7 @@ class NodeLauncher:
                         self._membership = replace(self._membership, state=message)
 
                     case Welcome() | Refused():
-                        pass  # the answer to a node that asks to join, which this one has done
+                        pass  # answers to a node that asks to join: this one has joined already
 
                     case _:
                         agent.carry_out(message)

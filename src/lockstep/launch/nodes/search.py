@@ -131,7 +131,7 @@ class Search:
         """Try to connect to a coordinator, or to become the first one. Return None if neither is possible now."""
         with ExitStack() as resources:
             # The node that binds the first address coordinates a new job. But it may be returning to a job that another
-            # node has taken over: first try the other addresses and the one in the run folder.
+            # node has taken over, so it first tries the other addresses and the one in the run folder.
             listener = self._claim_first()
             if listener:
                 resources.callback(listener.close)
@@ -141,26 +141,34 @@ class Search:
             if connection:
                 return connection
 
-            # A term file whose counter stands still was left by a job that has died.
-            if term:
-                watch.note(term.number, election.read_counter(self._job.run_dir, term.number), now)
-            else:
-                watch.reset()
+            # No node coordinates if there is no term file, or if its counter stands still: then the job that left it
+            # has died.
+            self._note_counter(term, watch, now)
+            vacant = readable and (term is None or watch.still_for(now) >= STALE_S)
+            if vacant and listener:
+                role = self._start_job(listener, resources)
+                if role:
+                    return role
 
-            # This node may coordinate if no other node does.
-            free = readable and (term is None or watch.still_for(now) >= STALE_S)
-
-            role = self._start_job(listener, resources) if listener and free else None
-            if role:
-                return role
-
-            # A coordinator on this machine would have answered long ago.
-            if listener or not is_taken(self._addresses[0]):
-                self._last_not_taken = now
-            elif free and now - self._last_not_taken > TAKEN_S:
-                raise self._port_is_taken()
-
+            self._check_port(listener, vacant, now)
             return None
+
+    def _note_counter(self, term: Term | None, watch: CounterWatch, now: float) -> None:
+        """Note the counter of the newest term."""
+        if term is None:
+            watch.reset()
+        else:
+            watch.note(term.number, election.read_counter(self._job.run_dir, term.number), now)
+
+    def _check_port(self, listener: socket.socket | None, vacant: bool, now: float) -> None:
+        """Raise an error if another program has listened at this node's port for a while.
+
+        `vacant`: no node coordinates. A coordinator that listens there would have answered.
+        """
+        if listener or not is_taken(self._addresses[0]):
+            self._last_not_taken = now
+        elif vacant and now - self._last_not_taken > TAKEN_S:
+            raise self._port_is_taken()
 
     def _other_addresses(self, listener: socket.socket | None, term: Term | None) -> list[str]:
         """Return where a coordinator may listen, without the address that this node has bound itself."""

@@ -76,22 +76,18 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     record = rank_record.read(rank.folder, rank.number)
     failure = record.failure if record else None
 
-    # With these codes a rank ends as planned, or as it was asked to. Any library may exit with them, so they count only
-    # if the rank has recorded such an end.
-    if code in CLEAN and failure is None:
-        if record is not None and record.code == code:
-            return record
-
-        # A full disk leaves an empty record: then the rank has ended so, and whether it has saved is not known here.
-        if record is None and rank_record.exists(rank.folder, rank.number):
-            return RankExit.as_asked("nothing") if code else RankExit(code)
+    if failure is None and code in CLEAN:
+        planned = _planned_end(rank, code, record)
+        if planned is not None:
+            return planned
 
     # A rank that was killed has left no record.
     log = files.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else None
     if failure is None:
         failure = _without_record(rank, code, when, log)
 
-    # A failure of another rank, which this rank noticed. Its host is not known here: `Attempt.root_failure` finds it.
+    # The failure may be that of another rank, which this rank has noticed. Then its host is not known here:
+    # `Attempt.root_failure` finds it.
     if failure.rank != rank.number:
         return RankExit(code, replace(failure, host=""))
 
@@ -103,6 +99,21 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     last_lines = [line for line in (log or "").splitlines() if not _TORCH_WARNING.match(line)][-LAST_LINES:]
 
     return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
+
+
+def _planned_end(rank: LocalRank, code: int, record: RankExit | None) -> RankExit | None:
+    """Return the end of a rank that has finished, or exited as it was asked to; None if no record shows that.
+
+    `code` alone does not show it: any library may exit with the same one.
+    """
+    if record is not None:
+        return record if record.code == code else None
+
+    # A full disk leaves an empty record: the rank did end as planned, but whether it saved is unknown.
+    if rank_record.exists(rank.folder, rank.number):
+        return RankExit.as_asked("nothing") if code else RankExit(code)
+
+    return None
 
 
 def _without_record(rank: LocalRank, code: int, when: float, log: str | None) -> Failure:

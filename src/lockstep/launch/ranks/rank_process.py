@@ -45,8 +45,8 @@ from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
 # How often rank 0 of a job on several nodes checks whether its coordinator has been superseded.
 TERM_LOOK_S = 1.0
 
-# How long a rank that was superseded tries to say so: a terminal stopped with Ctrl-S takes nothing.
-LAST_WORDS_S = 0.1
+# How long a rank that was superseded tries to print that: a write to a terminal stopped with Ctrl-S does not return.
+PRINT_TIMEOUT_S = 0.1
 
 
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
@@ -104,7 +104,7 @@ def _die_when_abandoned(lifeline: int) -> None:
 
     while True:
         if term_file and term_file.superseded():
-            _say_at_most_for(LAST_WORDS_S, b"lockstep: another node coordinates this job now: this rank ends\n")
+            _print_with_timeout(b"lockstep: another node coordinates this job now: this rank ends\n")
             break
 
         # Without a term file there is nothing to look for in between.
@@ -115,16 +115,16 @@ def _die_when_abandoned(lifeline: int) -> None:
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def _say_at_most_for(seconds: float, text: bytes) -> None:
-    """Write a text to stderr. If nobody reads there, go on without it: the next attempt relies on this rank's end."""
+def _print_with_timeout(text: bytes) -> None:
+    """Write a text to stderr, and go on if that takes too long: the next attempt relies on the end of this rank."""
 
     def write() -> None:
         with contextlib.suppress(OSError):
             os.write(2, text)
 
-    speaker = threading.Thread(target=write, daemon=True)
-    speaker.start()
-    speaker.join(seconds)
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(PRINT_TIMEOUT_S)
 
 
 def exit_without_teardown(code: int) -> NoReturn:

@@ -106,7 +106,7 @@ class ZygoteClient:
         return [self._socket] if self.alive and self._socket is not None else []
 
     def fileno(self) -> int:
-        assert self._socket is not None, "whoever has patience waits for `sockets`"
+        assert self._socket is not None, "wait for `sockets` instead: the process has not started"
         return self._socket.fileno()
 
     # ---- requests ----

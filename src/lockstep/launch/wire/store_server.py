@@ -7,6 +7,7 @@ Torch's TCPStore has no such check: any process that reaches its port can list, 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 from base64 import b64decode, b64encode
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.launch.wire.acceptor import MOST_PENDING, OTHER_FILES, Acceptor, Rejection, allow_files
+from lockstep.launch.wire.connections import listen_at, unused_port
+from lockstep.launch.wire.messages import Rendezvous
 from lockstep.launch.wire.sockets import LineReader, ReadySockets
 from lockstep.runtime.rendezvous.handshake import LineSigner, Secret, sign
 
@@ -234,6 +237,49 @@ class StoreServer:
 
         self._clients.clear()
         self._ready.close()
+
+
+class AttemptStore:
+    """Where the ranks of one attempt after another meet: in a new store each, with no addresses of an earlier attempt.
+
+    On one node the store is a file (`rank_environment`). On several it is a server, bound at `address`, which listens
+    before any rank starts.
+    """
+
+    def __init__(self, address: str, secret: Secret | None, on_first: Callable[[Rejection], None]):
+        self._address = address
+        self._secret = secret
+        self._on_first = on_first
+        self._server: StoreServer | None = None
+
+    def open(self, nodes: int, ranks: int) -> Rendezvous:
+        """Close the store of the last attempt, and return where the ranks of the next one meet."""
+        self.close()
+        if nodes == 1:
+            return Rendezvous("127.0.0.1", unused_port("127.0.0.1"))
+
+        assert self._secret is not None
+
+        # A key for this attempt only: ranks of an earlier attempt cannot reach the new store.
+        nonce = secrets.token_hex(16)
+        listener = listen_at(self._address, 0)
+        self._server = StoreServer(listener, store_secret(self._secret, nonce), ranks, self._on_first)
+        return Rendezvous(self._address, unused_port(self._address), listener.getsockname()[1], nonce)
+
+    def sockets(self, now: float) -> list[Any]:
+        """Return what to wait for, if there is a server."""
+        return self._server.sockets(now) if self._server is not None else []
+
+    def poll(self, now: float) -> None:
+        """Serve the ranks, if there is a server."""
+        if self._server is not None:
+            self._server.poll(now)
+
+    def close(self) -> None:
+        """Close the server of the last attempt, if it had one."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def _text(value: bytes) -> str:

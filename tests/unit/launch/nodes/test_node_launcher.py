@@ -15,6 +15,7 @@ from lockstep.launch.nodes.roles import CoordinatorRole, Membership
 from lockstep.launch.nodes.search import Search
 from lockstep.launch.wire.connections import Garbled
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Kill, NodeHeartbeat, Welcome
+from lockstep.runtime.rendezvous.handshake import Secret
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -24,7 +25,7 @@ def node(tmp_path, monkeypatch):
     """Node 2 of three, which followed the coordinator of term 1."""
     monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
     job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
-    made = NodeLauncher(job, "host-c", [])
+    made = NodeLauncher(job, "host-c", [], Secret(b"s" * 32, "a test"))
     made._membership = Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
     return made
 

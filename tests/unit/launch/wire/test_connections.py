@@ -221,7 +221,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.launch.nodes.node_launcher.Agent", agent)
     spec = {"layers": [("command line", {"steps": 3})], "path": []}
     job = Job(spec, tmp_path / "a", Bounds(1, 1), join="127.0.0.1:29400", run_dir_was_chosen=True)
-    return NodeLauncher(job, "host", [])
+    return NodeLauncher(job, "host", [], SECRET)
 
 
 WELCOME = Welcome("runs/b", "type it again", 2, Term(1, "host-a", "127.0.0.1:29400"))
