@@ -50,7 +50,7 @@ from lockstep.runtime.rendezvous.handshake import Secret
 # How long the zygote may take to say that killed ranks have ended.
 RANKS_KILL_S = 5.0
 
-# How long a zygote is tried to start, if the system refuses its process, before the node counts as unable to run ranks.
+# How long the agent tries to start a zygote whose process the system refuses. After that the node cannot run ranks.
 START_ZYGOTE_S = 30.0
 
 
@@ -103,7 +103,7 @@ class Agent:
                 self._begin_kill(current)
 
             case Kill():
-                # The attempt has no ranks on this node, or has none any more.
+                # The attempt has no ranks on this node, or they are gone already.
                 self._messages.append(RanksGone(order.attempt))
             case SaveAndExit() | CollectStacks():
                 pass  # for an attempt that is over on this node
@@ -212,8 +212,7 @@ class Agent:
         current.killed_at = time.monotonic()
         self._zygote.drop_unsent()
 
-        # Before the zygote is ready no rank exists, and as the requests for them were dropped, none will: nothing more
-        # will be reported about them.
+        # Before the zygote is ready no rank exists. Their requests were dropped, so nothing will be reported of them.
         if not self._zygote.ready:
             current.ranks.clear()
 

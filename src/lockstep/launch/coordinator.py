@@ -51,8 +51,8 @@ WAIT_S = 0.05
 class Coordinator:
     """Runs the ranks of its node, exchanges messages with the other nodes and carries out the state machine's commands.
 
-    On several nodes it has a `listener` and a `lease`. After a takeover it has its predecessor's state (`inherited`),
-    whose loss is a `failure`: the state machine decides whether the job restarts.
+    On several nodes it has a `listener` and a `lease`. After a takeover it has the state of its predecessor
+    (`inherited`), and the loss of that predecessor as a `failure`: the state machine decides whether the job restarts.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Coordinator:
         now = self._watch.last_iteration_at = time.monotonic()
         self._send_heartbeat()
 
-        # What happened goes in first, so that the deadlines below are judged with all that is known.
+        # What happened goes in first, so that the deadlines below are judged by all that is known.
         from_nodes = self._hub.poll(now)
         self._note_checkpoints([*messages, *(message for _, message in from_nodes)], now)
         self._receive_all(messages, from_nodes, now)
@@ -227,7 +227,7 @@ class Coordinator:
             self._newcomers.clear()
 
     def _announce_unknown_peer(self, where: str, rejection: Rejection) -> None:
-        """Print the first peer that was rejected for some reason. Nothing that it sent is printed."""
+        """Print the first peer that is rejected for each reason, but nothing that it has sent."""
         source = f" from {rejection.address}" if rejection.address else ""
         what = f"an unknown peer{source} at {where} {rejection.reason}"
         print_line(f"lockstep: {what}; later ones of this kind are only counted")
@@ -263,7 +263,7 @@ class Coordinator:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
-            # Otherwise it would join twice, and the ranks would be asked to save for nothing.
+            # If it joined twice, the ranks would be asked to save for nothing.
             case Hello() if node in self._state_machine.state.members.nodes:
                 self._state_machine.drop_node(node, "it asked to join a second time", now)
             case Hello():

@@ -136,7 +136,7 @@ class TermFile:
 
 
 class Lease(TermFile):
-    """The right of this node to coordinate the job for a term, renewed every second, with the file that says so."""
+    """The right of this node to coordinate the job for a term, and the term file, which is renewed every second."""
 
     def __init__(self, run: Path, term: Term):
         super().__init__(_term_path(run, term.number))
@@ -147,8 +147,7 @@ class Lease(TermFile):
         """Increment the counter, which tells the other nodes that this coordinator is alive."""
         self._counter += 1
 
-        # In place, so that the rest of the file stays as it is. A renewal that cannot be written is missed, and
-        # the next follows.
+        # In place, so that the rest of the file stays as it is. If one renewal cannot be written, the next one may.
         with suppress(OSError):
             # Neither a link nor a pipe, which someone else might have put there.
             fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -196,7 +195,7 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> Lease |
         path.unlink(missing_ok=True)
         return None
 
-    # The files of earlier terms tell their coordinators, by being gone, that they are superseded.
+    # Remove the files of earlier terms, which tells their coordinators that they are superseded.
     for other in numbers:
         if other < number:
             _term_path(run, other).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Failures: the reason why an attempt ended, and which of several failures explains the others.
 
-A failing rank writes its failure as a record (`ranks/rank_record.py`). For a rank that wrote none, the agent of its
-node works it out (`ranks/post_mortem.py`). The coordinator then picks the root failure, so that the user sees the error
-that came first and not its consequences.
+A failing rank writes its failure as a record (`ranks/rank_record.py`). If it wrote no record, the agent of its node
+works out the failure (`ranks/post_mortem.py`). The coordinator then picks the root failure, so that the user sees the
+error that came first and not its consequences.
 """
 
 from __future__ import annotations

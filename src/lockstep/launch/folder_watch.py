@@ -35,7 +35,7 @@ class FolderWatch:
         # When the last iteration of the coordinator's loop began, as the loop itself says.
         self.last_iteration_at = time.monotonic()
 
-        # The run folder, once it was seen, and until it is found missing or replaced.
+        # The identity of the run folder, from the first look until the folder is found missing or replaced.
         self._identity: tuple[int, int] | None = None
 
         # What the coordinator's loop reads: what the checkpoints showed last, whether another node has taken over, the

@@ -6,7 +6,7 @@ import re
 
 from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
 
-# The messages of gloo, NCCL and torch's store in a rank whose peer is gone. The one about a timeout is of NCCL's
+# The messages of gloo, NCCL and torch's store in a rank whose peer is gone. The one about a timeout is by NCCL's
 # watchdog. A collective after it repeats why the communicator was aborted: only without such a reason is a peer gone.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
@@ -36,7 +36,7 @@ def reports_lost_peer(kind: str, text: str) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception. A program's own class may fail to say anything."""
+    """Return the text of an exception. The `__str__` of a program's own class may raise."""
     try:
         return str(error)
     except Exception as failure:

@@ -21,8 +21,8 @@ class Restarts:
     # The times of the restarts within the last hour.
     times: list[float] = field(default_factory=list)
 
-    # How many restarts there were since the newest checkpoint, how many of them after a timeout was reached, and its
-    # step.
+    # How many restarts there were since the newest checkpoint, how many of them after a timeout was reached, and the
+    # step of that checkpoint.
     in_a_row: int = 0
     hangs: int = 0
     newest_step: int | None = None

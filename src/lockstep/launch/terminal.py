@@ -33,7 +33,7 @@ def print_line(text: str) -> None:
 
 
 def point_at_null(stream: TextIO) -> None:
-    """Throw away what is written from now on: Python flushes stdout at exit, and a broken pipe would give 120."""
+    """Throw away what is written from now on: Python flushes stdout at exit, and exits with 120 if that fails."""
     # A stream without a descriptor is not flushed at exit.
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

@@ -24,7 +24,7 @@ from lockstep.run_folder.run_dir import not_writable, prepare
 # How long a launcher waits for the end of another one, which may just have been killed.
 LAUNCHER_WAIT_S = 10.0
 
-# What a file system without locks answers.
+# The errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -71,7 +71,7 @@ def _name_in(path: Path) -> str:
 
 def _open_lock(path: Path) -> IO[str]:
     try:
-        # A link, or a pipe, in the place of this file must not be written through.
+        # If there is a link or a pipe in the place of this file, nothing must be written to it.
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -169,7 +169,7 @@ def _is_held(path: Path) -> bool | None:
 def hold_idle(run: Path) -> Iterator[None]:
     """Hold a folder in which nothing runs, so that no run begins there meanwhile. Raises a UserError if one runs.
 
-    Unlike `hold` it does not wait, and makes nothing but the two locks.
+    Unlike `hold` it does not wait, and creates nothing but the two lock files.
     """
     with _lock_for_launcher(run, timeout=0.0), lock(run, timeout=0.0) or nullcontext():
         yield

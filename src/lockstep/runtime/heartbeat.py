@@ -1,7 +1,8 @@
 """A rank's heartbeat: its step and phase in a few bytes of shared memory.
 
 The launcher can read them at any moment, even while the rank hangs in a collective, is stopped, or has just died. One
-`beat` takes about a microsecond and involves no other process: it is a store into a mapped file. No torch here.
+`beat` takes about a microsecond and involves no other process: it is a store into a mapped file. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Heartbeat:
         self._since = now
         self.beats += 1
         if step is not None:
-            # The first step that a resumed run enters is a new number, but no step has ended.
+            # The first step that a resumed run enters has a new number, but no step has ended.
             if step != self.step and self._in_steps:
                 self._steps += 1
 

@@ -46,8 +46,8 @@ class Attempt:
         self.awaiting_start: set[int] = set()
         self.confirm_by = math.inf
 
-        # How the ranks have ended that have ended so far. Once one of them has failed, the root failure is picked at
-        # this time: until then the exit of a rank that failed earlier may arrive.
+        # How ranks have ended so far, and when the root failure is picked, once one of them has failed: until then the
+        # exit of a rank that failed earlier may arrive.
         self.exits: dict[int, RankExit] = {}
         self.root_failure_at = math.inf
 
@@ -88,7 +88,7 @@ class Attempt:
     @property
     def save_outcome(self) -> SaveOutcome | None:
         """The outcome of the save of ranks that were asked to save and exit; None if none of them has exited."""
-        # A save that failed on one rank is no checkpoint.
+        # If the save failed on one rank, there is no checkpoint.
         saves = {rank_exit.save_outcome for rank_exit in self.exits.values()}
         outcomes: tuple[SaveOutcome, ...] = ("failed", "saved", "nothing")
         return next((save for save in outcomes if save in saves), None)

@@ -92,7 +92,7 @@ class FailureHandler:
                 assert_never(decision)
 
     def follow_request(self, now: float, typed_twice: bool = False) -> None:
-        """Decide what follows a request to save and exit. It is no failure: nothing is announced or counted."""
+        """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
         self._state.decided = after_request(self._situation(now), typed_twice, self._state.decided_end)
 
     def drop_node(self, number: int, reason: str, now: float) -> None:
@@ -158,7 +158,7 @@ class FailureHandler:
         else:
             state.outbox.put(DropNode(node))
 
-        # Nothing is expected of it any more. (`HangCheck` and the check of slow starts ask who belongs to the job.)
+        # The job no longer waits for this node. (`HangCheck` and the check of slow starts ask who belongs to the job.)
         state.members.remove(node, now)
         state.awaiting_ranks_gone.discard(node)
         return failure
@@ -208,7 +208,7 @@ class FailureHandler:
         return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
 
     def _reached_timeout(self, failure: Failure) -> bool:
-        """Return whether it is a hang of ranks that have reached a timeout; not of one that is suspended or gone."""
+        """Return whether ranks hang that have reached a timeout. One that is suspended or gone has not reached it."""
         attempt = self._state.attempt
         is_hang = failure.noticed_as(LauncherFailure.HANG)
         return is_hang and attempt is not None and attempt.watchdog.timeout_was_reached

@@ -43,7 +43,7 @@ class HangCheck:
         """Check whether any rank advances; called about once a second."""
         state = self._state
 
-        # After a failure the other ranks stall. That is no hang, and the failure will be announced soon.
+        # After a failure the other ranks stall. That is not a hang, and the failure will be announced soon.
         attempt = state.running_well
         if attempt is None:
             return
@@ -139,7 +139,7 @@ class HangCheck:
         if attempt.save_outcome:
             return
 
-        # It is no hang if some rank has advanced in the meantime, or is compiling.
+        # The ranks do not hang if one of them has advanced in the meantime, or is compiling.
         failure = attempt.watchdog.verdict(saves_may_take_long=state.status is JobStatus.SAVE_AND_EXIT)
         if failure is not None:
             self._failure_handler.handle(failure, now)

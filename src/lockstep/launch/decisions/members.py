@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from lockstep.errors import plural
 from lockstep.launch.job import Bounds
 
-# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join. Nodes that come
-# one after another delay the start by no more than the second: the rest can join later.
+# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join. If nodes keep
+# coming, the attempt starts after the second time: the rest can join later.
 SETTLE_S = 3.0
 MOST_SETTLE_S = 30.0
 
@@ -106,7 +106,7 @@ class Members:
         return now - self._changed >= SETTLE_S or now - self._enough_since >= MOST_SETTLE_S
 
     def longest_silence(self, numbers: Iterable[int], now: float) -> float:
-        """Return for how long the quietest of these nodes has sent no heartbeat. One that never has does not count."""
+        """Return for how long the quietest of these nodes has sent no heartbeat; one that never sent any does not count."""
         beats = [self.last_heartbeats.get(number, now) for number in numbers]
         return now - min(beats, default=now)
 

@@ -112,7 +112,7 @@ class NextAttempt:
         attempt.awaiting_start = counts.keys() - {COORDINATOR}
         attempt.confirm_by = now + START_S
 
-        # Only now is it known how many ranks restart.
+        # The number of ranks that restart is known only now.
         if isinstance(state.decided, Restart):
             state.outbox.record_event("restart", attempt=number, ranks=members.world_size, step=attempt.started_from)
 

@@ -29,7 +29,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Continue:
-    """Another attempt, from the newest checkpoint, that is no restart: a resize or a new node asked for it."""
+    """Another attempt, from the newest checkpoint, for a resize or a new node. It does not count as a restart."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Situation:
 
     @property
     def can_be_resumed(self) -> bool:
-        """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
+        """Whether the job can be resumed later without losing training: it has saved, or has trained no step yet."""
         return self.newest_step is not None or self.attempt.save_outcome in ("saved", "nothing")
 
 

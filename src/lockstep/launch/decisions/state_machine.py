@@ -1,8 +1,8 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-`JobStateMachine` is called with what happens, and issues commands. Nothing here starts a process, waits, or reads the
-disk. An attempt is a set of ranks that live and die together. After a failure all of them are killed, and a new attempt
-resumes from the newest checkpoint, unless there is a reason not to.
+The coordinator tells `JobStateMachine` what happens, and carries out the commands that it issues. Nothing here starts
+a process, waits, or reads the disk. An attempt is a set of ranks that live and die together. After a failure all of
+them are killed, and a new attempt resumes from the newest checkpoint, unless there is a reason not to.
 
 `status.py` has a table of what may follow each status of the job. What happens is noted in the
 `JobState`, and each part of the state machine looks after the job while it has some status:
@@ -150,7 +150,7 @@ class JobStateMachine:
         self._save_requests.include_new_node(now)
 
     def _add_node(self, node: Node, now: float) -> None:
-        """Add a node to the job. All screens say so, except for the coordinating node itself."""
+        """Add a node to the job, and announce it, unless it is the coordinating node itself."""
         self._state.members.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self._state.members.nodes), 'node')}"
@@ -254,7 +254,7 @@ class JobStateMachine:
     # ---- time ----
 
     def tick(self, now: float) -> None:
-        """Let time pass: act on what has not come in time."""
+        """Let time pass: act on everything that has not come in time."""
         state = self._state
 
         # While no rank runs, start the next attempt if its nodes are there, or end the job if that is decided.
@@ -266,7 +266,8 @@ class JobStateMachine:
         for node in self._late_nodes(now):
             self.drop_node(node, f"it did not start its ranks within {START_S:.0f} s", now)
 
-        # A rank that has failed explains everything else. If something may still come before it, that is waited for.
+        # A rank that has failed explains everything else, so nothing else is looked at, even while `RankExits` waits
+        # for an earlier failure.
         if self._rank_exits.root_failure_is_due(now):
             self._rank_exits.handle_root_failure(now)
             return
@@ -305,4 +306,4 @@ class JobStateMachine:
                     self.drop_node(node, f"its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobStatus.RUN | JobStatus.OVER:
-                pass  # they have none
+                pass  # neither has a deadline

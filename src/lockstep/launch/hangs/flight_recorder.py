@@ -35,7 +35,7 @@ RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Torch's name for the group of all ranks.
 DEFAULT_GROUP = "default_pg"
 
-# The fields that are read of an entry of the recorder.
+# The fields of a recorder's entry that are read.
 FIELDS = (
     "process_group",
     "collective_seq_id",
@@ -132,7 +132,7 @@ class Collective:
 
     @staticmethod
     def from_entry(entry: dict[str, Any]) -> Collective:
-        """Return the collective of an entry. It has finished if torch has retired it, or says so."""
+        """Return the collective of an entry. It has finished if torch has retired it, or calls it completed."""
         return Collective(
             op=entry["profiling_name"].rpartition(":")[2],
             sizes=" ".join(map(str, entry.get("input_sizes", []))),
@@ -161,7 +161,7 @@ class Findings:
 
 
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
-    """Compare the collectives of the ranks. There are no lines if no collective is under way."""
+    """Compare the collectives of the ranks. There are no lines if no rank waits in a collective."""
     groups = _by_group(dumps)
     lines: list[str] = []
     mismatches: set[str] = set()
@@ -207,7 +207,7 @@ History = dict[int, dict[int, Collective]]
 
 
 def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
-    """Return the collectives of each process group. Ranks that share a list of entries share what is made of it."""
+    """Return the collectives of each process group. Ranks that share a list of entries share the result."""
     groups: dict[str, History] = {}
     made: dict[int, dict[str, dict[int, Collective]]] = {}
 

@@ -37,7 +37,7 @@ HALTED_S = 3.0
 # checkpoint. Otherwise slow work that is taken for a hang would end every attempt at the same step.
 RAISE_FACTOR = 4.0
 
-# Further hangs raise no timeout: `hang.first` limits it long before, and a float has a limit, too.
+# More hangs raise no timeout any further: `hang.first` limits all of them long before, and a float would overflow.
 MAX_RAISES = 10
 
 
@@ -193,7 +193,7 @@ def raised_timeout(view: RankView, peers: Peers, config: HangConfig, hangs: int)
     if _is_busy(view) or peers.none_waits:
         timeout = max(timeout, Timeout(BUSY_FACTOR * config.least, "hang.least", config.least))
 
-    # For each earlier attempt, but never more than a phase without a history gets.
+    # Each earlier attempt that reached a timeout raises it, but never above the timeout of a phase without a history.
     raised = min(timeout.seconds * raise_factor(hangs), config.first)
     return timeout._replace(seconds=max(timeout.seconds, raised))
 
@@ -214,7 +214,7 @@ def _has_history(view: RankView) -> bool:
 
 
 def timeout_of(view: RankView, peers: Peers, config: HangConfig) -> Timeout:
-    """Return how many seconds this rank may stay in its phase, and the setting that says so."""
+    """Return how many seconds this rank may stay in its phase, and the setting that this comes from."""
     if not _has_history(view):
         return Timeout(config.first, "hang.first", config.first)
 

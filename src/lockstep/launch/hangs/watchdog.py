@@ -153,7 +153,7 @@ class Watchdog:
         youngest = min((view.age for view in working), default=0.0)
         in_debugger = any(view.state == "t" for view in working)
 
-        # Not while a rank advances, nor in a debugger, nor twice for the same stall.
+        # A rank advances, or is in a debugger, or this stall was reported before.
         if youngest < STALL_S or in_debugger or beats == self._beats_at_stall:
             return None
 
@@ -171,7 +171,7 @@ class Watchdog:
         return Suspicion("stall", reason, awaited_ranks(working), {view.rank: view for view in working})
 
     def take_stall_report(self) -> str | None:
-        """Return, once per attempt, where the ranks are in a stall that is no proven deadlock."""
+        """Return where the ranks that stall are, for the screen; None if that was shown before, or if one has moved."""
         suspicion = self._suspicion
         if suspicion is None or suspicion.kind != "stall" or self._warned or self._moved(suspicion):
             return None
@@ -239,7 +239,7 @@ class Watchdog:
 
     def _evidence(self, suspicion: Suspicion) -> Evidence:
         """Return the stacks, and what follows from the collectives if all ranks have sent theirs."""
-        # A process whose run is closed answers as well, and is no part of this.
+        # A process whose run is closed answers, too, but is not part of the suspicion.
         stacks = {rank: text for rank, text in self._stacks.items() if rank in suspicion.views}
         collectives = {rank: entered for rank, entered in self._collectives.items() if rank in suspicion.views}
 

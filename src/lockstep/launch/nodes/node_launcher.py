@@ -162,7 +162,7 @@ class NodeLauncher:
 
         connection.send(hello)
 
-        # Orders may arrive before the two messages that are the answer.
+        # The answer is two messages, and orders may arrive before them.
         welcome: Welcome | None = None
         state: CoordinatorState | None = None
         orders: list[ToNode] = []

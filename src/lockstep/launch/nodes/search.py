@@ -1,7 +1,7 @@
 """How a node of a job on several nodes finds the node that coordinates, or becomes that node.
 
 At first the node that can bind the first address of `--join` coordinates. If that node is lost, another node takes
-over. The files in the run folder say which (`election.py`).
+over. The files in the run folder say which node that is (`election.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ CONNECT_S = 300.0
 # The pause between two tries.
 SEARCH_RETRY_S = 0.2
 
-# How long a node whose own port is in use waits for an answer from there, before it concludes that no node listens.
+# How long a node whose own port is in use waits for an answer from there, before it concludes that another
+# program listens.
 TAKEN_S = 10.0
 
 # How long a starting node waits for a sign of life from the coordinator recorded in the run folder before it treats
@@ -83,7 +84,7 @@ class Search:
         """Continue with the job as its coordinator describes it. `new_term`: it is another coordinator than before."""
         self._job = job
 
-        # Reconnects count for one coordinator.
+        # The limit applies to each coordinator.
         if new_term:
             self._reconnects.clear()
 
@@ -298,7 +299,7 @@ class Search:
         run_dir = self._job.run_dir
         watch.note(term.number, election.read_counter(run_dir, term.number), now)
 
-        # Either the coordinator that this node has lost is alive all the same, or another node has succeeded it.
+        # The coordinator that this node has lost may still be alive, or another node may have succeeded it.
         alive = watch.is_alive(now)
         still_alive = term.number == last.term.number and alive
 
@@ -316,8 +317,8 @@ class Search:
         if still_alive:
             election.write_cut_off_file(run_dir, term.number, last.number)
 
-        # The coordinator may be lost, or out of reach of most nodes. `now` is the time before the try to connect: the
-        # counter was not watched during that.
+        # The coordinator may be lost, or out of reach of most nodes. `now` is the time before the try to connect,
+        # during which the counter was not watched.
         reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
         if reason is None or self._signals:
             return None

@@ -1,4 +1,4 @@
-"""The processes of the ranks of one attempt on this node: how they are asked where they are, and ended."""
+"""The processes of the ranks of one attempt on this node: asks them for their stacks, and to save, and kills them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class LocalRanks:
     def __init__(self, start: Start, host: str, logs: Path):
         self.attempt = start.attempt
 
-        # First what may fail, because nothing has to be removed then. Rank 0 writes to the terminal. All attempts
-        # append to the same logs, so note where this attempt begins.
+        # All attempts append to the same logs, so note where this attempt begins; rank 0 writes to the terminal. This
+        # comes first: if the disk fails, there is nothing to remove.
         numbers = range(start.first_rank, start.first_rank + start.count)
         log_of = {number: logs / f"rank-{number}.log" if number else None for number in numbers}
         began = {number: log.stat().st_size if log and log.exists() else 0 for number, log in log_of.items()}
@@ -65,7 +65,7 @@ class LocalRanks:
             for number, log in log_of.items()
         }
 
-        # The processes of ranks whose zygote was lost: there is no other way to learn of their end than to look.
+        # The processes of ranks whose zygote was lost. No process reports their ends, so the agent looks for them.
         self._orphans: set[int] = set()
 
         # Whether the ranks were asked to save and exit, and when they were killed.
@@ -85,7 +85,7 @@ class LocalRanks:
         if time.monotonic() - self._touched > TOUCH_S:
             self._touched = time.monotonic()
 
-            # If the folder is gone, the ranks train on, and nothing is known of them: see `view_of`.
+            # If the folder is gone, the ranks go on training, but nothing is known about them: see `view_of`.
             with suppress(OSError):
                 for path in (self.folder, *self.folder.iterdir()):
                     os.utime(path)

@@ -189,7 +189,7 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str | None) ->
 
 def oom_kills() -> int | None:
     """Return how many processes of this cgroup the kernel has killed for lack of memory; None if that is not known."""
-    # In the order of the files, the first that has a count.
+    # The first file that has a count.
     counts = (re.search(r"\boom_kill (\d+)", files.read(path)) for path in _memory_files())
     return next((int(count[1]) for count in counts if count), None)
 

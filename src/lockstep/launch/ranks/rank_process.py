@@ -63,7 +63,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     try:
         work(spec)
     except BaseException as error:
-        # Also SystemExit and KeyboardInterrupt: however the user's code ends, the launcher must learn it. The error
+        # SystemExit and KeyboardInterrupt, too: the launcher must learn how the user's code has ended. The error
         # stays alive until the exit: freeing what its frames hold may wait for ranks that are gone.
         _end(folder, rank, rank_record.ended_by(error, rank))
 
@@ -71,7 +71,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
 
 
 def _end(folder: Path, rank: int, rank_exit: RankExit) -> NoReturn:
-    """Record how this rank ends, and exit. The exit code is not enough: `os._exit(0)` too early has the same one."""
+    """Record how this rank ends, and exit. The exit code is not enough: a program may call `os._exit(0)` too early."""
     rank_record.write(folder, rank, rank_exit)
 
     # Rank 0 has the terminal, where the launcher prints the first failure.

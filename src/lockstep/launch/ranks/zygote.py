@@ -125,8 +125,8 @@ class Zygote:
 
     def serve(self) -> NoReturn:
         """Fork ranks and report their ends. Raises ConnectionError when the launcher is gone."""
-        # Python writes to the pipe only for signals that have a handler, so this one has one that does nothing. A full
-        # pipe is no problem: one byte in it is enough.
+        # Python writes to the pipe only for signals that have a handler, so SIGCHLD gets a handler that does nothing.
+        # The pipe may be full, because one byte in it is enough.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
 
@@ -172,7 +172,7 @@ class Zygote:
 
     def _fork(self, folder: Path) -> int:
         """Fork; try for a while if the system refuses, unless it has refused another rank of this attempt."""
-        # All ranks of an attempt are asked for at once, and each of them would wait in vain as long as the first did.
+        # All ranks of an attempt are requested at once. If each waited as long as the first did, that would add up.
         give_up = time.monotonic() + (0.0 if folder in self._refused else FORK_S)
 
         while True:
@@ -271,7 +271,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work, inherited:
     The zygote's own descriptors are `inherited`, and `zygote` is its process.
     """
     try:
-        # At once: what the kernel knows of its parent's death is not inherited by a fork.
+        # This comes first: a fork does not inherit the signal that the kernel sends when the parent dies.
         die_with_parent(zygote)
         close_all(inherited)
 
@@ -300,8 +300,8 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work, inherited:
 
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
-        # Whatever it is, and even if it cannot be printed: a rank must not return into `Zygote.serve`, and kill the
-        # other ranks at the end of that.
+        # Whatever the error is, and even if it cannot be printed, a rank must not return into `Zygote.serve`: at its
+        # end it would kill the other ranks.
         with contextlib.suppress(BaseException):
             traceback.print_exc()
 

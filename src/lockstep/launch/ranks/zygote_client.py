@@ -43,7 +43,7 @@ class ZygoteClient:
         self._socket: socket.socket | None = None
         self._lines: LineReader | None = None
 
-        # Why the last try to start it failed, when the next one is due, and when there is none any more.
+        # Why the last try to start it failed, when the next try is due, and when to give up.
         self.refusal: OSError | None = None
         self._try_again_at = math.inf
         self._patience = patience
@@ -54,8 +54,8 @@ class ZygoteClient:
         self._imports_too_long = False
         self._unsent: list[tuple[bytes, list[int]]] = []
 
-        # How many requests were sent and have no answer, and since when the zygote could have answered the next one:
-        # since that was sent, since its imports are done, or since its last answer. If that is too long, it is killed.
+        # How many requests were sent and not answered yet, and since when the zygote could have answered the first of
+        # them: since it was sent, since the imports were done, or since the last answer. A slow zygote is killed.
         self._unanswered = 0
         self._since = time.monotonic()
 
@@ -102,7 +102,7 @@ class ZygoteClient:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """What to wait for: reports of the zygote, if it is there."""
+        """What to wait for: reports of the zygote, if it was started."""
         return [self._socket] if self.alive and self._socket is not None else []
 
     def fileno(self) -> int:
@@ -232,7 +232,7 @@ class ZygoteClient:
     def cannot_import(self) -> bool:
         """Whether its imports failed or took too long: the next zygote's most likely would as well.
 
-        A zygote that a signal killed while it imported, like the OOM killer's, says nothing about its imports.
+        A signal that killed it while it imported, for example the OOM killer's, says nothing about the imports.
         """
         if self.ready or self._process is None:
             return False

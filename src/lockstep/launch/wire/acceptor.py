@@ -162,7 +162,7 @@ class Acceptor:
         self._listener = listener
         self._secret = secret
 
-        # The handshakes under way, and the time from which on none is accepted for lack of descriptors.
+        # The handshakes under way, and until when no connection is accepted, for lack of descriptors.
         self._pending: list[Handshake] = []
         self._most = most
         self._paused_until = 0.0
@@ -245,7 +245,7 @@ class Acceptor:
             self._reject(handshake, FEW_DESCRIPTORS)
 
     def _reject(self, handshake: Handshake, reason: str) -> None:
-        """Close a connection, and note why. A peer that has sent nothing has no reason."""
+        """Close a connection, and note why; `reason` is empty if the peer has sent nothing."""
         self._pending.remove(handshake)
         handshake.connection.close()
 

@@ -192,7 +192,7 @@ class Hub:
         return received
 
     def _to_read(self, now: float) -> list[int]:
-        """Return the nodes that have sent something, or have more to get; now and then all, some of which are lost."""
+        """Return the nodes that have sent something, or have more to receive; now and then all, to find lost ones."""
         if now >= self._next_look:
             self._next_look = now + ALL_CONNECTIONS_S
             return list(self._connections)

@@ -26,7 +26,7 @@ _KINDS: dict[str, type[Message]] = {}
 class Message:
     """Base of all messages: a frozen dataclass whose fields `typed_json.parse` can check.
 
-    The message of a node also says what `typed_json.parse` cannot know: later code checks only entries of collectives.
+    A message from a node also checks what `typed_json.parse` cannot know. Later code checks entries of collectives only.
     """
 
     @property

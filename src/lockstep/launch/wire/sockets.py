@@ -74,7 +74,7 @@ class LineReader:
 
     def read(self) -> list[bytes]:
         """Return the lines that have arrived, without newlines. Raises ValueError for a line that is too long."""
-        # The socket may be a blocking one, because of what is sent on it.
+        # The socket may be a blocking one, for what is sent on it.
         descriptor = self._file if isinstance(self._file, int) else self._file.fileno()
 
         # Everything that has arrived is read, up to the limit: a peer that sends without end must not keep us here.

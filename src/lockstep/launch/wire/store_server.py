@@ -23,7 +23,7 @@ from lockstep.runtime.rendezvous.handshake import LineSigner, Secret, sign
 # How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
 SEND_S = 2.0
 
-# Why a peer is reported that sent an invalid request on a rank's connection.
+# Why a peer that sent an invalid request on a rank's connection is reported.
 FORGED = "changed a request of a rank to its store: the signature is wrong"
 
 # The number of connections for each rank. All ranks come at once and some come again, so twice as many handshakes
@@ -156,7 +156,7 @@ class StoreServer:
                 woken = self._waiting.pop(request.get("key", ""), ())
                 self._to_check.update(dict.fromkeys(woken))
             except (ValueError, KeyError, TypeError) as error:
-                # The signature is right, so this is a mistake of the rank, which gets to know it.
+                # The signature is right, so this is a mistake of the rank, which gets the error as its answer.
                 answer = {"refused": f"{what} of {request.get('key')!r}: {error}"}
 
             client.answer(answer)
@@ -207,8 +207,8 @@ class StoreServer:
 
         missing = next((key for key in waiting.keys if key not in self._values), None)
 
-        # Otherwise wait for the first key that is missing. Until that key is set, or the deadline comes, no turn looks
-        # at this client, however many ranks wait.
+        # A client that must go on waiting is listed under the first key that is missing: until that key is set, or the
+        # deadline comes, no turn looks at it, however many ranks wait.
         if missing is None:
             # Forget the request first: the answer may fail, and the client is dropped then.
             values = [_text(self._values[key]) for key in waiting.keys] if waiting.with_values else None
