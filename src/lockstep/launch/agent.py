@@ -279,6 +279,8 @@ class Agent:
         del current.ranks[rank.number]
         now = time.time()
         rank_exit = examine(rank, code, now)
+
+        # The clock of the coordinating node may differ, so the message has an age.
         age = max(0.0, now - rank_exit.failure.time) if rank_exit.failure else 0.0
         self._messages.append(RankExited(current.attempt, rank.number, rank_exit, age))
 

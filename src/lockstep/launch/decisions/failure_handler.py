@@ -46,7 +46,7 @@ class FailureHandler:
 
     def handle(self, failure: Failure, now: float) -> None:
         """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks."""
-        # If ranks ran on the node that is dropped, its loss is the failure of the attempt.
+        # First the node. If no rank ran there, the job goes on; otherwise its loss is the failure of the attempt.
         drop = node_to_drop(failure, self._situation(now, failure))
         if drop is not None:
             failure = self._drop(failure, drop, now)
@@ -54,6 +54,7 @@ class FailureHandler:
                 self._go_on_without(failure, now)
                 return
 
+        # Then the attempt, which is over.
         decision = after_failure(failure, self._situation(now))
         self._announce_decision(decision, failure, now)
 
@@ -132,6 +133,7 @@ class FailureHandler:
         newest_step = state.checkpoints.newest_step
         node = failure.node if failure else None
         is_member = node in state.members.nodes
+
         return Situation(
             settings=state.settings,
             newest_step=newest_step,
@@ -151,6 +153,8 @@ class FailureHandler:
         """Remove the node that has failed from the job. Return its loss as a failure."""
         state, node = self._state, failure.node
         assert node is not None
+
+        # A launcher that is dismissed gets the failure, and ends: that closes its connection.
         if drop.dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
             state.dismissals.count(state.members.nodes[node].host, now)
@@ -161,6 +165,7 @@ class FailureHandler:
         # The job no longer waits for this node. (`HangCheck` and the check of slow starts ask who belongs to the job.)
         state.members.remove(node, now)
         state.awaiting_ranks_gone.discard(node)
+
         return failure
 
     def _ends_attempt(self, loss: Failure) -> bool:
@@ -194,12 +199,13 @@ class FailureHandler:
         limits = state.settings.restart
         budget = f"restart {state.restarts.recent(now)} of {limits.per_hour} in an hour"
         in_a_row = state.restarts.in_a_row
+
         if failure.traits.asks_for_smaller_micro_batch:
             budget = "not counted as a restart"
         elif in_a_row > 1:
             budget += f", {in_a_row} of {limits.max_in_a_row} in a row without a new checkpoint"
 
-        # Slow work may have been taken for a hang.
+        # Slow work may have been taken for a hang: the next attempt has more time for it.
         more_time = ""
         if self._reached_timeout(failure):
             times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
@@ -218,6 +224,7 @@ class FailureHandler:
         # If the same error would most likely recur, no command is suggested.
         would_recur = self._state.checkpoints.newest_step is None and failure.likely_to_repeat
         hint = "" if would_recur else f". {self._state.how_to_resume}"
+
         return f"not restarted: {end.reason}{hint}"
 
     def announce(self, failure: Failure, what_follows: str = "") -> None:
@@ -225,6 +232,7 @@ class FailureHandler:
         # Only ranks that run can end because of it.
         attempt = self._state.running
         others = attempt.count_ended_by(failure) if attempt is not None else 0
+
         self._state.outbox.announce_failure(failure, self._state.last_attempt, others, what_follows)
 
     # ---- the end of all ranks ----
@@ -233,6 +241,7 @@ class FailureHandler:
         """Order every node to kill its ranks; `continue_if_gone` goes on when they are gone."""
         state, attempt = self._state, self._state.attempt
         assert attempt is not None, "there are ranks to kill"
+
         state.enter(JobStatus.KILL, now + NODES_KILL_S, state.nodes_of_attempt)
         state.order(Kill(attempt.number))
         self.continue_if_gone(now)

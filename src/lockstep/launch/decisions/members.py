@@ -106,7 +106,7 @@ class Members:
         return now - self._changed >= SETTLE_S or now - self._enough_since >= MOST_SETTLE_S
 
     def longest_silence(self, numbers: Iterable[int], now: float) -> float:
-        """Return for how long the quietest of these nodes has sent no heartbeat; one that never sent any does not count."""
+        """Return for how long the quietest of these nodes has sent no heartbeat. A node without one does not count."""
         beats = [self.last_heartbeats.get(number, now) for number in numbers]
         return now - min(beats, default=now)
 

@@ -66,6 +66,7 @@ class RankExits:
         """Handle the failure of the rank that failed first, or wait: `tick` calls this again."""
         attempt = self._state.attempt
         assert attempt is not None
+
         if not self._node_may_be_lost(attempt, now) and not self._commit_is_near(attempt, now):
             self._failure_handler.handle(attempt.root_failure(), now)
 

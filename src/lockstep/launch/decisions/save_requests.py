@@ -125,6 +125,7 @@ class SaveRequests:
     def ask_ranks(self, now: float) -> None:
         """Have the ranks save and exit; they are killed when the grace period is over."""
         self._await_exits(now)
+
         attempt = self._state.attempt
         assert attempt is not None, "there are ranks to ask"
         self._state.order(SaveAndExit(attempt.number, self.signal))
@@ -144,6 +145,7 @@ class SaveRequests:
         """End the job as preempted, because a signal asked for it and no rank runs any more."""
         state = self._state
         step = state.checkpoints.newest_step
+
         state.outbox.announce(f"{self._describe_end(step)}; to resume: {state.job.resume_command}")
         state.outbox.record_event("preempted", signal=self.signal, step=step)
         state.end(JobEnd(Preempted.code_of(self.signal)))
@@ -151,6 +153,7 @@ class SaveRequests:
     def _describe_end(self, newest_step: int | None) -> str:
         """Return whether the job has saved before its end. `newest_step` is that of the newest checkpoint."""
         attempt = self._state.attempt
+
         if newest_step is None:
             return "ended before anything was saved"
 

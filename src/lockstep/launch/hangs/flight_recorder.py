@@ -177,6 +177,7 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
             waits.append(_Wait(history))
             text = waits[-1].text()
 
+        # A group may have nothing to report.
         if text:
             lines.append(f"process group {name}: {text}")
 

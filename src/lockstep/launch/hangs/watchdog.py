@@ -112,10 +112,12 @@ class Watchdog:
         if len(views) < len(running):
             return None
 
+        # How long each rank has stalled, or was halted.
         self._note_gap(now)
         self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
         aged = self._aged_views(views, now)
 
+        # Every look judges anew.
         self.forget_answers()
         self._suspicion = None
         if now >= self._quiet_until:
@@ -135,6 +137,7 @@ class Watchdog:
         """Return the views with the times that count: no rank can have stalled for longer than it was watched."""
         watched = now - self._watched_since
         aged = []
+
         for view in views:
             halted_s = now - self._halted.get(view.rank, now)
             aged.append(replace(view, age=min(view.age, watched), halted_s=halted_s))

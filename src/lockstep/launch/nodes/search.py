@@ -135,6 +135,7 @@ class Search:
             # node has taken over, so it first tries the other addresses and the one in the run folder.
             listener = self._claim_first()
             if listener:
+                # Unless this node coordinates: then its role takes the listener over.
                 resources.callback(listener.close)
 
             term, readable = self._newest_term()

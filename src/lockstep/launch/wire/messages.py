@@ -26,7 +26,7 @@ _KINDS: dict[str, type[Message]] = {}
 class Message:
     """Base of all messages: a frozen dataclass whose fields `typed_json.parse` can check.
 
-    A message from a node also checks what `typed_json.parse` cannot know. Later code checks entries of collectives only.
+    A message from a node also checks what `typed_json.parse` cannot know. Later code checks entries of collectives.
     """
 
     @property

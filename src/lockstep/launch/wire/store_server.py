@@ -250,6 +250,8 @@ class AttemptStore:
         self._address = address
         self._secret = secret
         self._on_first = on_first
+
+        # None while the ranks are on one node, or none run.
         self._server: StoreServer | None = None
 
     def open(self, nodes: int, ranks: int) -> Rendezvous:
@@ -258,12 +260,13 @@ class AttemptStore:
         if nodes == 1:
             return Rendezvous("127.0.0.1", unused_port("127.0.0.1"))
 
-        assert self._secret is not None
-
         # A key for this attempt only: ranks of an earlier attempt cannot reach the new store.
+        assert self._secret is not None
         nonce = secrets.token_hex(16)
+
         listener = listen_at(self._address, 0)
         self._server = StoreServer(listener, store_secret(self._secret, nonce), ranks, self._on_first)
+
         return Rendezvous(self._address, unused_port(self._address), listener.getsockname()[1], nonce)
 
     def sockets(self, now: float) -> list[Any]:
