@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 # Longer than this is a hang, however busy the machine is.
 HANG_S = 600.0
 
-# Long enough to be disturbed several times.
-STEPS = 400
+# Long enough to be disturbed several times on an idle machine, too: a new node needs seconds to join.
+STEPS = 1200
 JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "evaluate.every=1000")
 AGENT = "lockstep.clusters.ray.agent"
 
