@@ -338,7 +338,8 @@ from lockstep.recipes.char_lm import TASK
 
 address, run, storage, steps, every = sys.argv[1:]
 ray.init(address=address)
-settings = dict(preset="tiny", exact=True, steps=int(steps), checkpoint={"every": int(every)}, evaluate={"every": 10000})
+settings = dict(preset="tiny", exact=True, steps=int(steps))
+settings |= dict(checkpoint={"every": int(every)}, evaluate={"every": 10000})
 TorchTrainer(
     lambda: lockstep.fit(TASK, settings, run_dir=run, resume="auto") and None,
     scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD", resources_per_worker={"CPU": 2}),
