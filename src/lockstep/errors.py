@@ -132,7 +132,7 @@ class RanksFailed(UserError):
 
 
 class OutOfStep(RuntimeError):
-    """The ranks are not in the same collective. `ranks` are out of step; the one that raises this has only noticed it."""
+    """The ranks are not in the same collective. `ranks` are out of step; this rank has only noticed it."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()):
         super().__init__(message)

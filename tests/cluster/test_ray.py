@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 # Longer than this is a hang, however busy the machine is.
 HANG_S = 600.0
 
-# Long enough to be disturbed several times.
-STEPS = 400
-JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "evaluate.every=1000")
+# Long enough to be disturbed several times on an idle machine, too: a new node needs seconds to join.
+STEPS = 1200
+JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "evaluate.every=10000")
 AGENT = "lockstep.clusters.ray.agent"
 
 
@@ -336,9 +336,10 @@ from ray.train.torch import TorchTrainer
 import lockstep
 from lockstep.recipes.char_lm import TASK
 
-address, run, storage, every = sys.argv[1:]
+address, run, storage, steps, every = sys.argv[1:]
 ray.init(address=address)
-settings = dict(preset="tiny", exact=True, steps=400, checkpoint={"every": int(every)}, evaluate={"every": 1000})
+settings = dict(preset="tiny", exact=True, steps=int(steps))
+settings |= dict(checkpoint={"every": int(every)}, evaluate={"every": 10000})
 TorchTrainer(
     lambda: lockstep.fit(TASK, settings, run_dir=run, resume="auto") and None,
     scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD", resources_per_worker={"CPU": 2}),
@@ -355,7 +356,7 @@ class Trainer(Job):
         self.output = folder / "trainer.out"
         script = folder / "trainer.py"
         script.write_text(TRAINER)
-        words = [str(script), cluster.address, str(self.run), str(folder / "storage"), str(every)]
+        words = [str(script), cluster.address, str(self.run), str(folder / "storage"), str(STEPS), str(every)]
         with self.output.open("wb") as out:
             self.process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT)
 

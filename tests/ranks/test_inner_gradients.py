@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad as borrowed_grad  # as many scripts import it
 
+import lockstep
 from lockstep.errors import UserError
 from lockstep.parallel import inner_gradients
 from lockstep.task import Loss, Task
@@ -270,6 +273,55 @@ def own_loop_with_backward(world: Any, store: Any) -> None:
             builder.fail(error)
             assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
             raise
+
+
+class Small(Task):
+    """A run inside the loop of another one."""
+
+    fails = False
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 1)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def data(self) -> Any:
+        return Rows([torch.zeros(16, 6), torch.zeros(16, 1)])
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        if self.fails:
+            raise ValueError("a mistake of the user")
+        x, y = batch
+        return Loss(((model(x) - y) ** 2).sum(), len(x))
+
+
+def own_loop_around(small: Small, folder: Path) -> None:
+    """A custom loop that computes gradients itself by mistake, after a run in its body."""
+    settings = {"steps": 2, "global_batch": 8, "log.progress": "off", "checks.loss": "off"}
+    with lockstep.start(run_dir=folder / "outer", **settings) as run:
+        plain = small.model()
+        model, _ = run.setup(plain, small.optimizer(plain))
+        for step in run.steps(small.data()):
+            for x, _ in step:
+                with contextlib.suppress(ValueError):
+                    lockstep.fit(small, run_dir=folder / f"inner-{step.index}", **settings)
+                loss = model(x).square().sum()
+                loss.backward(retain_graph=True)
+                step.backward(loss, len(x))
+            step.apply()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_backward_in_a_loop_is_refused_after_a_run_inside_it(tmp_path: Path, fails: bool) -> None:
+    """The inner run switched the interception off, and the gradients of the outer model were doubled."""
+    small = Small()
+    small.fails = fails
+    with pytest.raises(UserError, match=r"the loss calls backward\(\) itself"):
+        own_loop_around(small, tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"outer", "inner-0"}
+    assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
 def test_torch_is_left_as_it_was() -> None:

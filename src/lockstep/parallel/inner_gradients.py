@@ -83,10 +83,9 @@ class InnerGradients:
         self._before = before
         engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)
 
-        # A driver calls these in place of a `with` block, for every micro-batch. They are functions of C, and take a
-        # fraction of the time; a block between them must not be inside another.
+        # A driver calls this in place of a `with` block, for every micro-batch, and then what `restorer` has returned
+        # at the start of the pass. Both are functions of C, and take a fraction of the time.
         self.intercept = partial(setattr, _autograd, "_engine_run_backward", engine)
-        self.release = partial(setattr, _autograd, "_engine_run_backward", TORCH_ENGINE)
         self._replaced: list[Callable[..., Any]] = []  # the engines that open blocks have replaced, the outermost first
 
     def _note(self, inner: InnerGradient) -> None:
@@ -119,8 +118,12 @@ def _intercepting_engine(before: Callback) -> Callable[..., Any]:
     return run
 
 
-def let_all_through() -> None:
-    _autograd._engine_run_backward = TORCH_ENGINE
+def restorer() -> Callable[[], None]:
+    """Return a function that puts back what intercepts gradients now, after another object has intercepted them.
+
+    That is not always torch's own engine: a run may be inside the loss, or the loop, of another run.
+    """
+    return partial(setattr, _autograd, "_engine_run_backward", _autograd._engine_run_backward)
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:

@@ -27,6 +27,7 @@ from lockstep.parallel.inner_gradients import (
     InnerGradients,
     LossFn,
     refuse_backward,
+    restorer,
 )
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart, StepParts
@@ -146,17 +147,17 @@ class MicroBatchDriver(Driver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self.begin_pass()
-        inner_gradients = self.inner_gradients
+        intercept, release = self.inner_gradients.intercept, restorer()
         reduced = None
 
         for micro in batches.micro_batches:
             self.before_forward(micro, progress)
-            inner_gradients.intercept()
+            intercept()
             try:
                 with progress.autocast():
                     loss = loss_fn(self.model, micro.data)
             finally:
-                inner_gradients.release()
+                release()
 
             reduced = self.backward(loss, progress)  # outside autocast, as torch recommends
 

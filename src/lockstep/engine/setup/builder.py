@@ -46,7 +46,7 @@ from lockstep.optim.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.inner_gradients import let_all_through
+from lockstep.parallel.inner_gradients import restorer
 from lockstep.precision import Precision, choose_precision, for_model
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.context import Runtime
@@ -168,7 +168,7 @@ class RunBuilder:
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
         self.on_failure(driver.parts.close)
-        self.on_failure(let_all_through)  # a custom loop may fail where its gradients are intercepted
+        self.on_failure(restorer())  # a custom loop may fail where its gradients are intercepted
         return driver
 
     def expect_unused_parameters(self, reason: str) -> None:
