@@ -9,7 +9,7 @@
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
     state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
     state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
-    state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
+    state.upcoming, stepper           a digest of the samples that come next, and the counters (`RunState.capture`)
     has_metrics                       true if the step was evaluated before the save (`commit`), or left out
 
 A run that resumes reads them in `Resumer.load` and `RunState.restore`; the properties of `Manifest` give single values

@@ -221,13 +221,8 @@ def _group_options(optimizer: torch.optim.Optimizer) -> list[JsonDict]:
 def _different_keys(before: JsonDict, now: JsonDict) -> set[str]:
     """Return the keys that only one of two dicts has, or that have different values in them."""
     in_both = before.keys() & now.keys()
-    changed = {key for key in in_both if _differ(before[key], now[key])}
+    changed = {key for key in in_both if digest(before[key]) != digest(now[key])}
     return (before.keys() ^ now.keys()) | changed
-
-
-def _differ(before: Any, now: Any) -> bool:
-    # A repr rounds tensors, and a digest does not say where one value in a list ends and the next one begins.
-    return repr(before) != repr(now) or digest(before) != digest(now)
 
 
 def _copied(value: Any) -> Any:

@@ -163,7 +163,7 @@ class RunState:
         """
         captured = self.capture_tensors()
         captured.json_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
-        captured.json_state["next_samples"] = next_samples(self.source)
+        captured.json_state["upcoming"] = digest_of_upcoming(self.source)
 
         # Between two steps, the state of the stepper is a few counters, without tensors.
         stepper_tensors: dict[str, Tensor] = {}
@@ -237,7 +237,7 @@ class RunState:
         # The data source must continue with the samples that the saved run would have taken next.
         states = {name: self._read(name, state, reader) for name, state in json_state["stateful"].items()}
         self.source.load_state_dict(states.pop("data"))
-        _check_next_samples(json_state["next_samples"], next_samples(self.source), changed_settings)
+        _check_next_samples(json_state.get("upcoming"), digest_of_upcoming(self.source), changed_settings)
 
         # The task and others come last: their `load_state_dict` may read what was restored above.
         for name, stateful in self.registered.items():
@@ -342,14 +342,15 @@ def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:
     return {**by_rank[0], "model": model, "optimizers": optimizers}
 
 
-def next_samples(source: BatchSource) -> str | None:
+def digest_of_upcoming(source: BatchSource) -> str | None:
     """Return a digest of the next samples, or None if the source cannot list them without reading them."""
     upcoming = source.upcoming()
     return None if upcoming is None else digest(upcoming)
 
 
 def _check_next_samples(saved: str | None, current: str | None, changed_settings: Sequence[Change]) -> None:
-    # A source that cannot list its next samples is not checked.
+    # A source that cannot list its next samples is not checked, nor is a checkpoint of an older version, which has an
+    # ambiguous digest under another key.
     if saved is None or current is None or saved == current:
         return
 
