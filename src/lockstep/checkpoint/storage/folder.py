@@ -8,8 +8,9 @@ tensor files. Everything else is in the run's folder, and one rename there is th
     s3://BUCKET/RUN/step-00000040/rank-00000-RANDOM.safetensors   the object
 
 An object is written once, at a URL that is never used again. The URL is in the folder before the object exists, so what
-a killed process leaves behind is found there, and deleted with the folder. Without a store, the tensors are files in
-the folder (`rank-00000.safetensors`).
+a killed process leaves behind is found there, and deleted with the folder. There is one exception: the eight bytes of
+`try_store` have no file with their URL, and a process that is killed between their write and their deletion leaves them
+in the store. Without a store, the tensors are files in the folder (`rank-00000.safetensors`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
@@ -28,6 +31,8 @@ from lockstep.files import open_regular, read_bytes, replacing
 from lockstep.run_folder.checkpoint_facts import folders_in
 from lockstep.run_folder.checkpoint_names import (
     DELETED_PREFIX,
+    LATEST,
+    OWNER,
     TENSOR_SUFFIX,
     URL_SUFFIX,
     file_name,
@@ -36,6 +41,9 @@ from lockstep.run_folder.checkpoint_names import (
     object_url,
 )
 from lockstep.run_folder.paths import CHECKPOINTS
+
+# How old a temporary file must be before it counts as left by a process that was killed. A live writer takes moments.
+LEFTOVER_S = 60.0
 
 
 class NotDurable(OSError):
@@ -103,7 +111,7 @@ class CheckpointStorage:
         assert self.url is not None
         url = object_url(self.url, self.root.absolute().parent.name, path.parent.name, path.name)
         url_file = _url_file(path)
-        with replacing(url_file, str(os.getpid())) as temporary:
+        with _replacing(url_file) as temporary:
             write_file(temporary, [memoryview(url.encode())])
 
         sync_folder(url_file.parent)
@@ -125,7 +133,7 @@ class CheckpointStorage:
         # Most of these files are messages to running processes, which a power cut ends as well. They need no fsync,
         # which takes a millisecond or more: the next start claims the storage anew, and lists the checkpoints itself.
         path = self.root / key
-        with replacing(path, str(os.getpid())) as temporary, create_file(temporary) as file:
+        with _replacing(path) as temporary, create_file(temporary) as file:
             write_all(file.fileno(), memoryview(data))
             if durable:
                 os.fsync(file.fileno())
@@ -133,10 +141,14 @@ class CheckpointStorage:
         if durable:
             sync_folder(path.parent)
 
-        # Delete temporary files whose writer was killed. Those in a draft are deleted with it.
-        if path.parent == self.root:
-            for leftover in self.root.glob(f".{key}.*"):
-                leftover.unlink(missing_ok=True)
+    def delete_old_temporaries(self) -> None:
+        """Delete temporary files of `latest` and `owner` whose writer was killed. Those in a folder go with it."""
+        for name in (LATEST, OWNER):
+            for temporary in self.root.glob(f".{name}.*"):
+                # Another process may delete it at this moment, or may still write to it.
+                with suppress(OSError):
+                    if time.time() - temporary.stat().st_mtime > LEFTOVER_S:
+                        temporary.unlink()
 
     def sync_name(self) -> None:
         """Make the name of the folder itself durable, and those above it, such as the run's. Called once it exists."""
@@ -208,6 +220,12 @@ class CheckpointStorage:
         store.delete(url)
         if found != written:
             raise OSError(errno.EIO, "other bytes were read than were written", url)
+
+
+def _replacing(path: Path) -> AbstractContextManager[Path]:
+    """Replace a file by one that is written under a temporary name, which no other process has."""
+    # Not the number of the process: two containers that share a disk may have processes of the same number.
+    return replacing(path, f"{secrets.token_hex(4)}.tmp")
 
 
 # ---- files that hold the URL of an object ----

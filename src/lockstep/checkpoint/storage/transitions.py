@@ -51,11 +51,12 @@ def owner_of(storage: CheckpointStorage) -> str | None:
 
 
 def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
-    """Delete the folders that other attempts left half written or half deleted.
+    """Delete the folders and temporary files that other attempts left half written or half deleted.
 
-    A checkpoint that was about to be replaced gets its name back. Raises OSError if that fails.
+    A checkpoint that was about to be replaced gets its name back. Raise OSError if that fails.
     """
     put_back_replaced(storage)
+    storage.delete_old_temporaries()
     with suppress(OSError):
         delete_replaced(storage, token)
 
