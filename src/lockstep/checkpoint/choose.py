@@ -13,9 +13,8 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, saved_retention
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.run_folder.paths import read_path
@@ -60,7 +59,7 @@ def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoin
     if best:
         return _best(path, storage)
 
-    checkpoints = committed(storage)
+    checkpoints = list_checkpoints(storage)
     if not checkpoints:
         raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
 
@@ -83,7 +82,7 @@ def no_choice(path: Path) -> UserError:
 def _best(path: Path, storage: CheckpointStorage) -> Checkpoint:
     """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
     try:
-        best = best_checkpoint(CheckpointMetrics(storage), retention_of(committed(storage)))
+        best = best_checkpoint(CheckpointMetrics(storage), retention_of(list_checkpoints(storage)))
     except OSError as error:
         raise UserError(
             f"the checkpoints of {path} cannot be compared now",

@@ -19,9 +19,9 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed, delete_checkpoint
+from lockstep.checkpoint.storage.transitions import delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.observe.formats import columns
@@ -36,7 +36,7 @@ MAX_LISTED = 1000
 def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
     storage = storage_of(path)
-    checkpoints = committed(storage)
+    checkpoints = list_checkpoints(storage)
 
     # If metrics cannot be read now, no checkpoint is called the best; its own row says why.
     best = None
@@ -91,7 +91,7 @@ def verify(path: Path) -> tuple[str, int]:
     exit_code = 0
 
     storage, name = checkpoints_at(path)
-    checkpoints = [Checkpoint(storage, name)] if name else committed(storage_of(path))
+    checkpoints = [Checkpoint(storage, name)] if name else list_checkpoints(storage_of(path))
     for checkpoint in checkpoints:
         _, problems = _verify_with_metrics(checkpoint)
         # A run may have deleted it since it was listed: that is no damage.
@@ -128,7 +128,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
 
     # Read every byte, since only valid checkpoints count.
     storage = storage_of(path)
-    checkpoints = committed(storage)
+    checkpoints = list_checkpoints(storage)
     metrics = {}
     lines = []
     for checkpoint in reversed(checkpoints):

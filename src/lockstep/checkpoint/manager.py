@@ -4,7 +4,7 @@
     rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as the others
     pending.poll                         after each step: did the save in flight fail on this rank?
-    save_due, due_by_clock               after each step: is a save due?
+    save_due, wants_save                 after each step: is a save due?
     pending.add_metrics, is_new_best     after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
@@ -43,9 +43,9 @@ from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, upd
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError
-from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
+from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
 
@@ -113,13 +113,13 @@ class CheckpointManager:
         self._check_store()
 
         # A run that may never save does not need the room.
-        if self._saves_unasked():
+        if self._saves_by_settings():
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
 
-    def _saves_unasked(self) -> bool:
+    def _saves_by_settings(self) -> bool:
         """Return whether the settings ask for checkpoints, besides those that somebody requests."""
         config = self.config.checkpoint
         return bool(config.every or config.minutes or config.at_end or config.best or self.rewinder.policy)
@@ -213,8 +213,8 @@ class CheckpointManager:
         every = self.config.checkpoint.every
         return requested or (every is not None and step % every == 0)
 
-    def due_by_clock(self) -> bool:
-        """Whether rank 0 requests a save: after `checkpoint.minutes`, or because the last save failed. Local."""
+    def wants_save(self) -> bool:
+        """Return whether rank 0 requests a save: after `checkpoint.minutes`, or because the last one failed. Local."""
         # Clocks differ between machines, so only rank 0's is used. The control word carries its request.
         if not self.runtime.is_main:
             return False
@@ -224,7 +224,7 @@ class CheckpointManager:
         return is_time or self.pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
+        """Return whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
 
         All ranks get the same answer, because rank 0 alone looks at the checkpoints.
         """

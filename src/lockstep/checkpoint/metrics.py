@@ -23,10 +23,9 @@ from lockstep.checkpoint.manifest_reader import (
     read_manifest,
     require,
 )
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed
-from lockstep.run_folder.checkpoint_names import METRICS
+from lockstep.run_folder.checkpoint_names import STEP_METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.
 _MAX_BYTES = 2**24
@@ -40,7 +39,7 @@ def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
     # Strict JSON has no NaN: such numbers are encoded as in a manifest.
     encoded = {name: value if math.isfinite(value) else {"$float": repr(value)} for name, value in metrics.items()}
     content = canonical({"metrics": encoded, "digest": _digest(encoded)})
-    checkpoint.storage.replace(f"{checkpoint.name}/{METRICS}", content, durable=True)
+    checkpoint.storage.replace(f"{checkpoint.name}/{STEP_METRICS}", content, durable=True)
 
 
 def metrics_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
@@ -50,16 +49,16 @@ def metrics_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
     """
     metrics = read_metrics(checkpoint)
     if manifest.has_metrics and not metrics:
-        raise Damaged(checkpoint, METRICS, "missing")
+        raise Damaged(checkpoint, STEP_METRICS, "missing")
 
     return metrics
 
 
 def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
     """Return the metrics in the file; {} if there is no file. Raises InvalidCheckpoint."""
-    with as_invalid(checkpoint, METRICS):
+    with as_invalid(checkpoint, STEP_METRICS):
         try:
-            with checkpoint.open(METRICS) as stream:
+            with checkpoint.open(STEP_METRICS) as stream:
                 data = stream.read(_MAX_BYTES + 1)
         except FileNotFoundError:
             return {}
@@ -68,12 +67,12 @@ def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
         require(len(data) <= _MAX_BYTES, f"more than {_MAX_BYTES:,} bytes")
         return _decode(data)
     except (ValueError, RecursionError) as error:
-        raise Damaged(checkpoint, METRICS, str(error)[:300] or "nested too deep") from None
+        raise Damaged(checkpoint, STEP_METRICS, str(error)[:300] or "nested too deep") from None
 
 
 def _decode(data: bytes) -> dict[str, float]:
     """Parse the contents of the file. Raise ValueError if they are invalid in any way."""
-    fields = check_fields(parse_json(data), METRICS, metrics=dict, digest=str)
+    fields = check_fields(parse_json(data), STEP_METRICS, metrics=dict, digest=str)
     encoded = fields["metrics"]
     require(fields["digest"] == _digest(encoded), "the digest does not match the contents")
 
@@ -122,7 +121,7 @@ class CheckpointMetrics:
         """
         with self._lock:
             # Other processes delete checkpoints too, such as `lockstep ckpt prune`.
-            checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(self.storage)}
+            checkpoints = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(self.storage)}
             self._by_step = {step: known for step, known in self._by_step.items() if step in checkpoints}
 
             for step in checkpoints.keys() - self._by_step.keys():

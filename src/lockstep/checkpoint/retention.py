@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.transitions import committed, delete_checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
+from lockstep.checkpoint.storage.transitions import delete_checkpoint
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import folder_name
@@ -75,7 +75,7 @@ def apply_retention(known: CheckpointMetrics, config: CheckpointConfig, token: s
     if config.best:
         metrics = known.by_step()
     else:
-        metrics = {checkpoint.step: {} for checkpoint in committed(known.storage)}
+        metrics = {checkpoint.step: {} for checkpoint in list_checkpoints(known.storage)}
 
     for step in steps_to_delete(metrics, config):
         delete_checkpoint(known.storage, folder_name(step), token)

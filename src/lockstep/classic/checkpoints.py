@@ -173,7 +173,14 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     def set_later_aside() -> None:
         set_aside_later(storage, step)
 
-    context = SaveContext(storage, 0, 1, token, CheckpointConfig(keep=3), set_later_aside)
+    context = SaveContext(
+        storage=storage,
+        rank=0,
+        world_size=1,
+        token=token,
+        checkpoint_config=CheckpointConfig(keep=3),
+        on_commit=set_later_aside,
+    )
 
     # One rank writes everything, in this thread: the state is the same on all ranks.
     captured = state.capture()

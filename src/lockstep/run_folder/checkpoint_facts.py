@@ -49,18 +49,13 @@ def read_checkpoint_facts(checkpoints: Path) -> CheckpointFacts:
     return CheckpointFacts(step_in(newest) if newest else None, frozenset(confirmed), has_manifest)
 
 
-def latest(checkpoints: Path) -> Path | None:
+def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the newest committed checkpoint, or None; while a run goes back to an earlier one, that one."""
     with suppress(OSError):
         newest = _newest_of(checkpoints, folders_in(checkpoints))
         return checkpoints / newest if newest else None
 
     return None
-
-
-def latest_step(checkpoints: Path) -> int | None:
-    checkpoint = latest(checkpoints)
-    return step_in(checkpoint.name) if checkpoint else None
 
 
 def folders_in(checkpoints: Path) -> list[str]:

@@ -17,7 +17,7 @@ from lockstep.user_classes import CLASS_NAME
 MANIFEST = "manifest.json"
 
 # A file with the metrics of a step that was evaluated.
-METRICS = "metrics.json"
+STEP_METRICS = "metrics.json"
 
 # How the names of files with tensors end. All other files are small.
 TENSOR_SUFFIX = ".safetensors"

@@ -25,13 +25,13 @@ from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.storage import files, folder
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.stores import allow_store
-from lockstep.checkpoint.storage.transitions import committed, delete_leftovers, set_aside_later
+from lockstep.checkpoint.storage.transitions import delete_leftovers, set_aside_later
 from lockstep.config.sections import CheckpointConfig
-from lockstep.run_folder.checkpoint_facts import latest_step
+from saved import newest_step
 
 
 class TestWithoutAStore(StorageContract):
@@ -63,12 +63,12 @@ def test_a_full_store_costs_a_checkpoint_and_nothing_else(tmp_path):
 
 
 def test_latest_is_for_people(tmp_path):
-    assert latest_step(tmp_path) is None
+    assert newest_step(tmp_path) is None
     commit(tmp_path, 7)
     commit(tmp_path, 9)
-    assert latest_step(tmp_path) == 9
+    assert newest_step(tmp_path) == 9
     (tmp_path / "latest").write_text("step-garbage")
-    assert latest_step(tmp_path) == 9
+    assert newest_step(tmp_path) == 9
 
 
 def test_a_start_deletes_temporary_files_of_writers_that_were_killed_and_no_others(tmp_path):
@@ -288,7 +288,7 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert not any(report.outcome.warning for report in saver.take_ended())
-    assert [checkpoint.name for checkpoint in committed(CheckpointStorage(tmp_path))] == [
+    assert [checkpoint.name for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [
         "step-00000004",
         "step-00000002",
     ]
@@ -355,7 +355,7 @@ def test_a_save_reads_no_metrics_that_are_known(tmp_path, monkeypatch):
     [resumed] = savers(tmp_path, settings=keep)
     save_with_losses(resumed, {5: 5.0, 6: 6.0, 7: 7.0})
     assert sorted(read) == ["step-00000001", "step-00000003", "step-00000004"]
-    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [7, 6, 1]
+    assert [checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [7, 6, 1]
 
 
 def test_the_best_is_chosen_among_those_that_other_processes_have_left(tmp_path):
@@ -363,7 +363,7 @@ def test_the_best_is_chosen_among_those_that_other_processes_have_left(tmp_path)
     save_with_losses(saver, {1: 1.0, 2: 2.0})
     shutil.rmtree(tmp_path / "step-00000001")
     save_with_losses(saver, {3: 3.0})
-    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [3, 2]
+    assert [checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [3, 2]
 
 
 def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
@@ -372,4 +372,4 @@ def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
     save_with_losses(saver, {1: 2.0, 2: 1.0})
     set_aside_later(CheckpointStorage(tmp_path), 1)
     save_with_losses(saver, {2: 3.0, 3: 4.0, 4: 5.0})
-    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [4, 3, 1]
+    assert [checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [4, 3, 1]

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import READ_FIX, Gather, StorageUnavailable, or_wait, retry, run_on_all_ranks
-from lockstep.checkpoint.storage.transitions import committed, owner_of
+from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
@@ -171,7 +171,7 @@ def _cannot_list(storage: CheckpointStorage) -> str:
 
 
 def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
-    return [only] if only else [checkpoint.name for checkpoint in committed(storage)]
+    return [only] if only else [checkpoint.name for checkpoint in list_checkpoints(storage)]
 
 
 def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) -> list[Any]:

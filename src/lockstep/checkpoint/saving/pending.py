@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.storage.transitions import committed
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
@@ -171,7 +171,7 @@ class PendingSave:
     def _last_good(self) -> str:
         """Say which checkpoint remains after a failed save. The storage may be out of reach."""
         try:
-            newest = committed(self._context.storage)[:1]
+            newest = list_checkpoints(self._context.storage)[:1]
         except OSError as error:
             return f"the checkpoints cannot be listed: {error}"
 

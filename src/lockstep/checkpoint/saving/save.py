@@ -248,9 +248,9 @@ class Save:
             digest.update(chunk)
             yield chunk
 
-    def _tidy_up(self, committed: Committed) -> Committed:
+    def _tidy_up(self, outcome: Committed) -> Committed:
         """Do what follows a commit, and return its outcome: the checkpoint is safe whatever fails here."""
-        warning = committed.warning
+        warning = outcome.warning
         try:
             announce(self.draft)
 
@@ -263,7 +263,7 @@ class Save:
         except Exception as error:  # an exception would be lost with the thread
             warning = warning or f"safe, but tidying up after it failed: {_as_text(error)}"
 
-        return replace(committed, warning=warning)
+        return replace(outcome, warning=warning)
 
     # ---- a save that fails ----
 

@@ -29,7 +29,7 @@ class ModelState:
         keep_frozen: bool,
         on_any_rank: Callable[[bool], bool],
     ):
-        """`held_elsewhere`: see `Placement`.
+        """`held_elsewhere`: see `ParameterHolders`.
 
         `keep_frozen` and `on_any_rank`: see `RunState`.
         """

@@ -32,7 +32,7 @@ class OptimizerStates:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, held_elsewhere: Collection[str]):
-        """`held_elsewhere`: see `Placement`."""
+        """`held_elsewhere`: see `ParameterHolders`."""
         self.model = model
         self.optimizers = optimizers
         self._held_elsewhere = held_elsewhere

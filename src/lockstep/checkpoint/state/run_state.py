@@ -26,7 +26,7 @@ from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, p
 from lockstep.checkpoint.state.loop_state import LoopState
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.reshard import Placement, replicated_sizes, shards_to_write
+from lockstep.checkpoint.state.reshard import ParameterHolders, replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -74,7 +74,7 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        placement: Placement = Placement(),
+        holders: ParameterHolders = ParameterHolders(),
         on_any_rank: Callable[[bool], bool] = bool,
     ):
         """Keep references to the objects of a run; nothing is copied.
@@ -90,16 +90,16 @@ class RunState:
         self.source = source
         self.registered = registered
         self.loop = LoopState()
-        self._placement = placement
+        self._holders = holders
         self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self._same_on_all_ranks = placement.all_on_every_rank and not optimizers.sharded
+        self._same_on_all_ranks = holders.all_on_every_rank and not optimizers.sharded
 
         self._device = next(model.parameters()).device
-        self._model_state = ModelState(model, optimizers, placement.held_elsewhere, keep_frozen, on_any_rank)
-        self._optimizer_states = OptimizerStates(model, optimizers, placement.held_elsewhere)
+        self._model_state = ModelState(model, optimizers, holders.held_elsewhere, keep_frozen, on_any_rank)
+        self._optimizer_states = OptimizerStates(model, optimizers, holders.held_elsewhere)
 
     # ---- saving ----
 
@@ -133,7 +133,7 @@ class RunState:
         # If all ranks hold the same tensors, no exchange is needed.
         same = self._same_on_all_ranks
         all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.all_gather_json(sizes)
-        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._placement.duplicates)
+        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._holders.duplicates)
 
     def check_same_names(self, runtime: Runtime) -> None:
         """Raise a UserError unless all ranks have registered objects of the same names. Collective."""

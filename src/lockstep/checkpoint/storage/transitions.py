@@ -9,12 +9,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal
 
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.run_folder.checkpoint_names import (
     LATEST,
     OWNER,
-    committed_names,
     is_half_deleted,
     name_aside,
     name_before_replaced,
@@ -22,11 +21,6 @@ from lockstep.run_folder.checkpoint_names import (
     name_to_delete,
     token_in,
 )
-
-
-def committed(storage: CheckpointStorage) -> list[Checkpoint]:
-    """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
-    return [Checkpoint(storage, name) for name in committed_names(storage.folders())]
 
 
 def claim(storage: CheckpointStorage, token: str) -> None:
@@ -72,7 +66,7 @@ def update_latest(storage: CheckpointStorage) -> None:
 
     Nothing here reads it: `search.newest_valid` and the launcher list the checkpoints themselves.
     """
-    newest = committed(storage)[:1]
+    newest = list_checkpoints(storage)[:1]
     if newest:
         storage.replace(LATEST, newest[0].name.encode() + b"\n")
     else:
@@ -93,7 +87,7 @@ def set_aside_later(storage: CheckpointStorage, step: int) -> None:
     """Set aside all checkpoints after `step`: the run rewinds, or goes back, to it. After an OSError, call it again."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
-    rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
+    rewound = [checkpoint.name for checkpoint in list_checkpoints(storage) if checkpoint.step > step]
 
     for name in rewound:
         _rename(storage, name, name_aside(name, "rewound", taken))

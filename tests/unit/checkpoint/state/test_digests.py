@@ -20,20 +20,20 @@ class Plain:
 
 
 # Without the lengths and kinds, the values of each line would have one digest.
-ALIKE = [
-    ([1, 23], [12, 3], [123], [[1], 23], (1, 23), 123, "123"),
-    ({"a": 1, "b": 2}, {"a": "1b2"}, ["a", 1, "b", 2], {"a1b": 2}),
-    ({1: 2}, {"1": 2}, {1: "2"}, {1: 2.0}),
-    ([[], [1]], [[1], []], [[1]], [[], [], 1]),
-    ({1, 23}, {12, 3}, frozenset()),
-    (np.array([1, 2]), np.array([[1, 2]]), np.array([1, 2], dtype=object), [1, 2]),
-    (torch.tensor([1, 2]), [torch.tensor([1, 2])], [torch.tensor([1]), torch.tensor([2])]),
-    (Plain(1), Plain(12), ["Plain", {"value": 1}]),
-    (True, 1, 1.0, "1", None),
-]
+ALIKE = {
+    "lengths": ([1, 23], [12, 3], [123], [[1], 23], (1, 23), 123, "123"),
+    "mappings": ({"a": 1, "b": 2}, {"a": "1b2"}, ["a", 1, "b", 2], {"a1b": 2}),
+    "keys": ({1: 2}, {"1": 2}, {1: "2"}, {1: 2.0}),
+    "nested": ([[], [1]], [[1], []], [[1]], [[], [], 1]),
+    "sets": ({1, 23}, {12, 3}, frozenset()),
+    "arrays": (np.array([1, 2]), np.array([[1, 2]]), np.array([1, 2], dtype=object), [1, 2]),
+    "tensors": (torch.tensor([1, 2]), [torch.tensor([1, 2])], [torch.tensor([1]), torch.tensor([2])]),
+    "objects": (Plain(1), Plain(12), ["Plain", {"value": 1}]),
+    "plain": (True, 1, 1.0, "1", None),
+}
 
 
-@pytest.mark.parametrize("values", ALIKE, ids=str)
+@pytest.mark.parametrize("values", ALIKE.values(), ids=ALIKE)
 def test_different_values_have_different_digests(values: tuple[object, ...]) -> None:
     assert len({digest(value) for value in values}) == len(values)
 
