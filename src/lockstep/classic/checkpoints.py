@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
-from lockstep.checkpoint.loading.search import newest_valid
+from lockstep.checkpoint.loading.search import Readers, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
@@ -320,7 +320,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
 
         # A save of the same step may have been killed when it was about to replace the checkpoint.
         put_back_replaced(storage)
-        reader = newest_valid(storage, 0, 1, lambda value: [value], only)
+        reader = newest_valid(storage, Readers.alone(), only)
 
         if reader is None:
             raise UserError(

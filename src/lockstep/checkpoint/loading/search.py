@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,27 @@ LOOKS = 14
 LOOK_PAUSE_S = 5.0
 
 
+@dataclass(frozen=True)
+class Readers:
+    """The ranks that look for a checkpoint together, as one of them sees them. All ranks have one of these."""
+
+    rank: int
+    world_size: int
+    gather: Gather
+    beat: Callable[[], None] = lambda: None  # called after each chunk that is read
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Readers:
+        """Return all ranks of a run. The heartbeat shows that they advance."""
+        world = runtime.world
+        return cls(world.rank, world.size, runtime.collectives.all_gather_json, runtime.heartbeat.keep_alive)
+
+    @classmethod
+    def alone(cls, beat: Callable[[], None] = lambda: None) -> Readers:
+        """Return this process alone, which asks no other rank."""
+        return cls(0, 1, lambda value: [value], beat)
+
+
 class ReportedProblem(NamedTuple):
     """An `InvalidCheckpoint`, as ranks send it to each other."""
 
@@ -45,22 +67,12 @@ def wait_for_newest_valid(
 ) -> CheckpointReader | None:
     """Call `newest_valid` until all files can be read, for `timeout_s` seconds; then let StorageUnavailable pass.
 
-    Collective. `runtime.heartbeat` beats for each chunk that is read.
+    Collective.
     """
-    world = runtime.world
-    gather, beat = runtime.collectives.all_gather_json, runtime.heartbeat.keep_alive
-    find = partial(newest_valid, storage, world.rank, world.size, gather, only, beat)
-    return retry(find, runtime, timeout_s)
+    return retry(partial(newest_valid, storage, Readers.of(runtime), only), runtime, timeout_s)
 
 
-def newest_valid(
-    storage: CheckpointStorage,
-    rank: int,
-    world_size: int,
-    gather: Gather,
-    only: str | None = None,
-    beat: Callable[[], None] = lambda: None,
-) -> CheckpointReader | None:
+def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None = None) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
@@ -68,29 +80,27 @@ def newest_valid(
 
     All ranks raise StorageUnavailable if any of them cannot list the checkpoints or read a file, and a UserError if the
     newest that is not damaged was written by another version of Lockstep.
-
-    `beat` is called after each chunk that is read, here and by the reader.
     """
     # The newest checkpoint comes first.
-    names = _agreed_names(storage, gather, only)
+    names = _agreed_names(storage, readers.gather, only)
     damaged: dict[str, Damaged] = {}
     gone = 0
 
     while remaining := [name for name in names if name not in damaged]:
         checkpoint = Checkpoint(storage, remaining[0])
-        manifest, problems = _verify_together(checkpoint, rank, world_size, gather, beat)
+        manifest, problems = _verify_together(checkpoint, readers)
         if manifest is not None and not problems:
             newer = names[: names.index(checkpoint.name)]
-            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], beat)
+            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], readers.beat)
 
         # A run that is alive may have deleted it meanwhile. That is no damage, and there is a newer one now.
-        _, exists = run_on_all_ranks(gather, checkpoint.exists, _cannot_list(storage))
+        _, exists = run_on_all_ranks(readers.gather, checkpoint.exists, _cannot_list(storage))
         if not exists[0]:
             gone += 1
             if only or gone == MAX_GONE:
                 raise deleted(checkpoint)
 
-            names = _agreed_names(storage, gather, only)
+            names = _agreed_names(storage, readers.gather, only)
             continue
 
         # Only a damaged checkpoint is lost: to resume from one before any other would lose progress.
@@ -116,13 +126,11 @@ def newest_valid(
     return None
 
 
-def _verify_together(
-    checkpoint: Checkpoint, rank: int, world_size: int, gather: Gather, beat: Callable[[], None]
-) -> tuple[Manifest | None, list[ReportedProblem]]:
+def _verify_together(checkpoint: Checkpoint, readers: Readers) -> tuple[Manifest | None, list[ReportedProblem]]:
     """Verify this rank's share of the files. Return the manifest, and the problems that any rank has found."""
-    manifest, problems = verify_checkpoint(checkpoint, rank, world_size, beat)
+    manifest, problems = verify_checkpoint(checkpoint, readers.rank, readers.world_size, readers.beat)
     found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
-    results = gather([found, manifest.digest if manifest else None])
+    results = readers.gather([found, manifest.digest if manifest else None])
 
     # Each problem once, in the same order on every rank.
     found_by_any = sorted({ReportedProblem(*fields) for rank_problems, _ in results for fields in rank_problems})
