@@ -7,7 +7,7 @@
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
+    state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture`)
     state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
     state.upcoming, stepper           a digest of the samples that come next, and the counters (`RunState.capture`)
     has_metrics                       true if the step was evaluated before the save (`commit`), or left out
@@ -73,7 +73,7 @@ DTYPES = {
     "F64": Dtype("float64", 8),
 }
 
-# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `encoding.pack` writes them.
+# The numbers that strict JSON lacks, by their text in {"$float": TEXT} (`float_to_json`).
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -240,8 +240,13 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     }
 
 
+def float_to_json(value: float) -> Any:
+    """Return a number as strict JSON, which has no NaN and no infinity."""
+    return value if math.isfinite(value) else {"$float": repr(float(value))}
+
+
 def float_of(value: Any) -> Any:
-    """Return the number that {"$float": TEXT} encodes, and any other `value` as it is."""
+    """Undo `float_to_json`. Return a value that is no number as it is."""
     if isinstance(value, dict) and "$float" in value:
         return FLOATS[value["$float"]]
 

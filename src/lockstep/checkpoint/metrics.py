@@ -7,14 +7,21 @@ not evaluated, unless its manifest says that it was saved with metrics. This mod
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Manifest, Unreadable, canonical, float_of
+from lockstep.checkpoint.manifest import (
+    Damaged,
+    InvalidCheckpoint,
+    Manifest,
+    Unreadable,
+    canonical,
+    float_of,
+    float_to_json,
+)
 from lockstep.checkpoint.manifest_reader import (
     as_invalid,
     check_fields,
@@ -36,8 +43,7 @@ _MAX_BYTES = 2**24
 
 def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
     """Write the metrics of an evaluation into the folder of a checkpoint. Raises OSError."""
-    # Strict JSON has no NaN: such numbers are encoded as in a manifest.
-    encoded = {name: value if math.isfinite(value) else {"$float": repr(value)} for name, value in metrics.items()}
+    encoded = {name: float_to_json(value) for name, value in metrics.items()}
     content = canonical({"metrics": encoded, "digest": _digest(encoded)})
     checkpoint.storage.replace(f"{checkpoint.name}/{STEP_METRICS}", content, durable=True)
 

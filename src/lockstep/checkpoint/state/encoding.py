@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import FLOATS
+from lockstep.checkpoint.manifest import float_of, float_to_json
 from lockstep.errors import UserError
 
 # Plain state, as it is in the manifest.
@@ -55,8 +54,7 @@ def pack(value: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
             return int(value)
 
         case float():
-            # Strict JSON has no NaN and no infinity.
-            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+            return float_to_json(float(value))
 
         case list():
             return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
@@ -104,8 +102,8 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
             return read(name).to(device)
         case {"$array": name}:
             return read(name).numpy()
-        case {"$float": text}:
-            return FLOATS[text]
+        case {"$float": _}:
+            return float_of(value)
         case {"$tuple": items}:
             return tuple(unpack(item, read, device) for item in items)
         case {"$items": pairs}:
