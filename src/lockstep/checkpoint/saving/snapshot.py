@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +31,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Snapshot:
     """A buffer that is reused from save to save, because allocating takes longer than the copy.
 
-    Call `reserve`, then `take`. When `BackgroundCopy.run` returns, `data` is the data section of the file.
+    Call `reserve`, then `take`.
     """
 
     def __init__(self, file: str):
@@ -64,10 +65,10 @@ class Snapshot:
 
         return self.layout
 
-    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> BackgroundCopy:
+    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> Copied:
         """Copy `shards`, for which `reserve` has made room, except those named in `copy_later`.
 
-        The returned `BackgroundCopy` copies those. They must not change before its `wait` returns.
+        `Copied.rest` copies those. They must not change before its `wait` returns.
         """
         now: Pairs = []
         later: Pairs = []
@@ -76,11 +77,17 @@ class Snapshot:
             pairs.append((self._views[name], shard.local))
 
         _copy(now)
-        return BackgroundCopy(later)
+        data = self._buffer[: self.layout.size].numpy().data
+        return Copied(self.layout, data, BackgroundCopy(later))
 
-    def data(self) -> memoryview:
-        """Return the data section of the file: bytes, without a copy."""
-        return self._buffer[: self.layout.size].numpy().data
+
+@dataclass(frozen=True)
+class Copied:
+    """What one save writes: a copy of this rank's shards, which training does not change."""
+
+    layout: FileLayout  # of the file
+    data: memoryview  # the data section of the file, once `rest` has run
+    rest: BackgroundCopy
 
 
 class BackgroundCopy:
