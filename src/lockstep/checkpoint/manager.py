@@ -8,7 +8,7 @@
     pending.add_metrics, is_new_best     after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
-    rewinder.rewind                      when a step was not applied and the policy is rewind
+    rewind                               when a step was not applied and the policy is rewind
     pending.settle                       at the end, and before the next save or a rewind
     best, last_location, pending.close   after that
 
@@ -30,7 +30,6 @@ from rich.filesize import decimal as size_text
 import lockstep
 from lockstep.checkpoint.loading.resume import Resumed, Resumer
 from lockstep.checkpoint.loading.rewind import Rewinder
-from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -48,6 +47,7 @@ from lockstep.plan.plan import Plan
 from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
+from lockstep.task import StepResult
 
 
 class CheckpointManager:
@@ -88,8 +88,8 @@ class CheckpointManager:
         )
         self._saver = Saver(self._context, checkpoint_config.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
-        self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
-        self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, self._load, log_event)
+        self._resumer = Resumer(folder, storage, state, self.pending, config, runtime, log_event, fixed_settings)
+        self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, log_event)
 
         # When a checkpoint was last saved or loaded; before that, when the run began.
         self._last_time = time.monotonic()
@@ -117,7 +117,12 @@ class CheckpointManager:
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
-        return None if reader is None else self._load(reader)
+        if reader is None:
+            return None
+
+        resumed = self._resumer.load(reader)
+        self._last_time = time.monotonic()
+        return resumed
 
     def _saves_by_settings(self) -> bool:
         """Return whether the settings ask for checkpoints, besides those that somebody requests."""
@@ -173,19 +178,6 @@ class CheckpointManager:
                 reason=f"the disk has {size_text(free)} free, but replacing a checkpoint by the next one needs room "
                 f"for two, about {size_text(needed)}",
             )
-
-    def _load(self, reader: CheckpointReader) -> Resumed:
-        """Load a checkpoint, and note what follows from it for later saves. Collective."""
-        resumed = self._resumer.load(reader)
-
-        # If it belongs to another run, a later attempt must load it again, until this run has saved a checkpoint.
-        self.pending.last_committed = resumed.step if resumed.is_own else None
-        self._last_time = time.monotonic()
-
-        if self.runtime.is_main and resumed.is_own:
-            self.folder.end_going_back()
-
-        return resumed
 
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
@@ -246,16 +238,21 @@ class CheckpointManager:
         except OSError:
             return None
 
-        in_flight = self.pending.save
-        all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
-        scores = [score(self.config.checkpoint, metrics) for metrics in all_metrics]
+        scores = [score(self.config.checkpoint, metrics) for metrics in (*saved.values(), self.pending.metrics)]
         return max((found for found in scores if found is not None), default=-math.inf)
+
+    # ---- rewinding ----
+
+    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> None:
+        """Rewind to the last checkpoint, as `Rewinder.rewind` says. Collective."""
+        self.rewinder.rewind(result, span)
+        self._last_time = time.monotonic()
 
     # ---- saving ----
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
-        self._saver.prepare(self.state.shards_of(self.state.capture_tensors().tensors, self.runtime))
+        self._saver.prepare(self.state.shards_of(self.state.capture_tensors(), self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `step` steps, and write it in the background while training continues. Collective.

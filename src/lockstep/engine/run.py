@@ -306,7 +306,7 @@ class Run:
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcome_handler.rewind_after = None
-        self.checkpoints.rewinder.rewind(skipped.result, skipped.span)
+        self.checkpoints.rewind(skipped.result, skipped.span)
         self.log.interval.restart_clock()
 
     def check_replicas(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.loading.search import wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.state.run_state import RunState, check_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
@@ -22,6 +23,7 @@ from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import step_in
+from lockstep.run_folder.opened import RunFolder
 from lockstep.run_folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
@@ -53,15 +55,19 @@ class Resumer:
 
     def __init__(
         self,
+        folder: RunFolder,
         storage: CheckpointStorage,
         state: RunState,
+        pending: PendingSave,
         config: RunConfig,
         runtime: Runtime,
         log_event: EventLogger,
         fixed_settings: Collection[str],
     ):
+        self.folder = folder
         self.storage = storage
         self.state = state
+        self.pending = pending
         self.config = config
         self.runtime = runtime
         self.log_event = log_event
@@ -107,7 +113,10 @@ class Resumer:
             self.log_event("warning", reason=text)
 
     def load(self, reader: CheckpointReader) -> Resumed:
-        """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
+        """Check the settings, restore the state, and set aside later checkpoints of this run. Collective.
+
+        Record its step, so that later saves know it.
+        """
         check_values(reader, *RUN_VALUES)
         values = reader.manifest.values
 
@@ -120,11 +129,17 @@ class Resumer:
         # --resume may name a checkpoint that was set aside. It is not among those that the run keeps.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
-        # Set aside the later checkpoints of this run, which will write them again. If the loaded one was set aside
-        # before, another checkpoint may have the name of its step: that one counts as later, too. The storage of
-        # another run must not change. All ranks wait here, because none may save before this is done.
+        # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
+        # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
+        # it is set aside, too. The storage of another run must not change. All ranks wait here, because none may save
+        # before this is done.
         last_kept = step if is_own else step - 1
         self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
+
+        # After the checkpoint of another run, a later attempt must load that one again, until this run has saved.
+        self.pending.last_committed = step if is_own else None
+        if self.runtime.is_main and is_own:
+            self.folder.end_going_back()
 
         reseed_at(self.config.seed, step)
 
