@@ -57,6 +57,17 @@ class CapturedState(NamedTuple):
     states: dict[str, Any]
 
 
+class _Parts(NamedTuple):
+    """The parts of a run's state that have tensors, with the JSON that belongs to these."""
+
+    tensors: dict[str, CapturedTensor]
+    aliases: dict[str, str]
+    model: JsonDict  # without digests
+    optimizers: list[JsonDict]
+    states: dict[str, Any]  # of the stateful objects
+    encoded_states: JsonDict
+
+
 class RunState:
     """Captures the state of a run and restores it.
 
@@ -161,43 +172,51 @@ class RunState:
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        captured = self.capture_tensors()
-        captured.json_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
-        captured.json_state["upcoming"] = digest_of_upcoming(self.source)
+        parts = self._capture_parts()
 
         # Between two steps, the state of the stepper is a few counters, without tensors.
         stepper_tensors: dict[str, Tensor] = {}
-        captured.json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+        stepper = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
         assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
-        return captured
 
-    def capture_tensors(self) -> CapturedState:
-        """Return all tensors, and the JSON state that belongs to them, without computing digests.
+        # The keys are part of the file format (see CONTRIBUTING).
+        json_state = {
+            "model": {**parts.model, "frozen_digests": self._model_state.frozen_digests()},
+            "optimizers": parts.optimizers,
+            "stateful": parts.encoded_states,
+            "required": sorted(name for name in self.registered.required if parts.states[name]),
+            "upcoming": digest_of_upcoming(self.source),
+            "stepper": stepper,
+        }
+        return CapturedState(parts.tensors, parts.aliases, json_state, parts.states)
 
-        Collective if the `state_dict` of the data source is.
-        """
+    def capture_tensors(self) -> dict[str, CapturedTensor]:
+        """Return all tensors, without computing digests. Collective if the `state_dict` of the data source is."""
+        return self._capture_parts().tensors
+
+    def _capture_parts(self) -> _Parts:
         tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
         optimizers = self._optimizer_states.capture(tensors)
-        for name, stateful in self.registered.items():
+        for name, stateful in self.registered.per_parameter.items():
             tensors.update(capture_parameter_tensors(name, stateful))
 
         stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
         encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
-        required = sorted(name for name in self.registered.required if states[name])
-
-        # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
-        json_state = {"model": model, "optimizers": optimizers, "stateful": encoded, "required": required}
-        return CapturedState(tensors, aliases, json_state, states)
+        return _Parts(tensors, aliases, model, optimizers, states, encoded)
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and stateful objects, and an estimate for the optimizers, which allocate later."""
         sizes = [tensor.nbytes for tensor in self._model_state.tensors().values()]
+        tensors: dict[str, CapturedTensor] = {}
+        for name, stateful in self.registered.per_parameter.items():
+            tensors.update(capture_parameter_tensors(name, stateful))
+
         for name, stateful in self.registered.items():
-            tensors = capture_parameter_tensors(name, stateful)
             pack_into(tensors, stateful.state_dict(), f"stateful.{name}")
-            sizes += [captured.tensor.nbytes for captured in tensors.values()]
+
+        sizes += [captured.tensor.nbytes for captured in tensors.values()]
 
         # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
         if self.optimizers.masters:
@@ -240,7 +259,7 @@ class RunState:
         _check_next_samples(json_state.get("upcoming"), digest_of_upcoming(self.source), changed_settings)
 
         # The task and others come last: their `load_state_dict` may read what was restored above.
-        for name, stateful in self.registered.items():
+        for name, stateful in self.registered.per_parameter.items():
             changes += restore_parameter_tensors(name, stateful, reader)
 
         changes += self._restore_registered(states)
