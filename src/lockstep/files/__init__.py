@@ -21,27 +21,27 @@ LARGEST = 2**30
 
 @contextmanager
 def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
-    """Yield a draft to write to, then rename it to `path`, so that no process reads half a file.
+    """Yield a temporary path to write to, then rename it to `path`, so that no process reads half a file.
 
-    An error removes the draft.
+    After an error the temporary file is removed.
     """
     # Processes that may write the same file at once need different suffixes.
-    draft = path.with_name(f".{path.name}.{suffix}")
+    temporary = path.with_name(f".{path.name}.{suffix}")
     try:
-        # A draft may be left by a process that was killed, or be a link, which must not be written through.
-        draft.unlink(missing_ok=True)
-        yield draft
-        os.replace(draft, path)
-    except BaseException:  # Ctrl-C as well: no draft may stay behind
-        draft.unlink(missing_ok=True)
+        # A process that was killed may have left such a file, or it is a link, which must not be written through.
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C as well: no temporary file may stay behind
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def write(path: Path, text: str) -> None:
     """Write a text file that appears complete or not at all."""
     # Several ranks may write at once.
-    with replacing(path, f"{secrets.token_hex(4)}.tmp") as draft:
-        draft.write_text(text)
+    with replacing(path, f"{secrets.token_hex(4)}.tmp") as temporary:
+        temporary.write_text(text)
 
 
 def open_regular(path: Path) -> io.BufferedReader:
