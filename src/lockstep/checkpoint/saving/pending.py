@@ -84,11 +84,11 @@ class PendingSave:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of the save in flight, the late ones if there are any; {} if no save is in flight."""
-        if self._late_metrics is not None:
-            return self._late_metrics
+        """The metrics of the save in flight, late ones in place of those at its start; {} if no save is in flight."""
+        if self.save is None:
+            return {}
 
-        return self.save.metrics if self.save is not None else {}
+        return self.save.metrics if self._late_metrics is None else self._late_metrics
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet.
