@@ -118,10 +118,10 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
 
 
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
-    """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other settings.
+    """Delete all but the newest `keep` valid checkpoints, and what the run keeps by its other settings.
 
-    Invalid ones do not count and are not deleted. With `set_aside`, also delete those that were set aside. The exit
-    code is 1 if one could not be deleted; the next call tries again.
+    Invalid checkpoints do not count and are not deleted. With `set_aside`, also delete what was set aside. The exit
+    code is 1 if something could not be deleted; the next call tries again.
     """
     if keep < 1:
         raise UserError(f"--keep {keep} would keep no checkpoint", "", "use --keep 1 or more")
@@ -147,7 +147,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     if set_aside:
         names += sorted(filter(is_set_aside, storage.folders()))
 
-    # What an earlier call, or a run, could not delete as a whole.
+    # An earlier call, or a run, could not delete these as a whole.
     names += sorted(filter(is_half_deleted, storage.folders()))
 
     failed = 0
@@ -156,7 +156,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
             if not dry_run:
                 _delete(storage, name)
         except OSError as error:
-            # A store may be out of reach. The others are deleted all the same.
+            # A store may be out of reach. The other checkpoints are deleted all the same.
             failed = 1
             lines.append(f"{name} could not be deleted: {error}")
         else:

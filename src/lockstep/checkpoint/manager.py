@@ -75,7 +75,7 @@ class CheckpointManager:
         self.log_event = log_event
         self.update = update
 
-        # The objects that this manager is made of, each with one job.
+        # The parts of this manager, each with one job.
         checkpoint_config = config.checkpoint
         self.storage = storage = CheckpointStorage.of_run(folder.path, checkpoint_config.store)
         self._context = SaveContext(
@@ -103,7 +103,7 @@ class CheckpointManager:
         nothing, if the settings ask for checkpoints and there is no room for one, or if the storage cannot be read or
         written for `checkpoint.timeout` seconds.
         """
-        # Before anything is changed, and not at the first save, which may come hours later.
+        # Check this before anything is changed, and not at the first save, which may come hours later.
         self.state.check_same_names(self.runtime)
 
         problem = f"the checkpoints in {self.storage.root} cannot be claimed"
@@ -125,7 +125,7 @@ class CheckpointManager:
         return resumed
 
     def _saves_by_settings(self) -> bool:
-        """Return whether the settings ask for checkpoints, besides those that somebody requests."""
+        """Return whether the settings ask for checkpoints. The user's code and signals may ask for more."""
         config = self.config.checkpoint
         return bool(config.every or config.minutes or config.at_end or config.best or self.rewinder.policy)
 
@@ -142,7 +142,7 @@ class CheckpointManager:
             raise UserError(problem, missing, fix)
 
     def _try_store(self) -> str | None:
-        """Try the store on rank 0. Return an error that waiting cannot mend, or None. Raises other OSErrors."""
+        """Try the store on rank 0. Return an error that waiting cannot mend, as text, or None. Raise other OSErrors."""
         try:
             self.storage.try_store()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -189,7 +189,7 @@ class CheckpointManager:
         # Free the space of what killed attempts left behind.
         delete_leftovers(self.storage, self.folder.token)
 
-        # It names an older one if rank 0 was killed right after a commit.
+        # If rank 0 was killed right after a commit, `latest` names an older checkpoint.
         update_latest(self.storage)
 
     # ---- is a save due? ----
@@ -216,7 +216,7 @@ class CheckpointManager:
         return is_time or self.pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
+        """Return whether these metrics are better than all checkpoints' metrics, by `checkpoint.best`. Collective.
 
         All ranks get the same answer, because rank 0 alone looks at the checkpoints.
         """

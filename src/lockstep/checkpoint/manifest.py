@@ -32,7 +32,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 FORMAT = 5
 
 
-# How the names of the model's tensors begin, and those of the averages of its parameters: model.NAME, ema.NAME.
+# How the names of the model's tensors begin, and the names of the averages of its parameters: model.NAME, ema.NAME.
 MODEL = "model"
 EMA = "ema"
 
@@ -85,8 +85,8 @@ class InvalidCheckpoint(Exception):
     file: str
     why: str
 
-    label: ClassVar[str]  # the problem in a table
-    predicate: ClassVar[str]  # and in a sentence, whose subject is the checkpoint
+    label: ClassVar[str]  # names the problem in a table
+    predicate: ClassVar[str]  # states the problem in a sentence, after the name of the checkpoint
 
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
@@ -97,7 +97,7 @@ class InvalidCheckpoint(Exception):
 
 
 class Damaged(InvalidCheckpoint):
-    """The bytes are not those that were written."""
+    """The bytes have changed since they were written."""
 
     label = "damaged"
     predicate = "is damaged"
@@ -160,7 +160,7 @@ def byte_count(shape: Iterable[int], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`. Except `digest`, the fields have the names that they have in the file."""
+    """The contents of `manifest.json`. The fields have the same names in the file, which has no `digest` among them."""
 
     step: int
     time: float  # seconds since 1970
@@ -195,7 +195,7 @@ class Manifest:
 
     @property
     def has_metrics(self) -> bool:
-        """Whether the checkpoint was saved with metrics. Those of a later evaluation are not known here."""
+        """Whether the checkpoint was saved with metrics. A later evaluation does not change the manifest."""
         return self.values.get("has_metrics") is True
 
     def state_of(self, name: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The metrics of checkpoints, by which `checkpoint.best` compares them.
 
 They are in a small file beside the manifest, `metrics.json`: an evaluation may come after the save, and a run saves no
-step twice only to add its results. The file is replaced in one piece, and holds its own digest. A step without it was
-not evaluated, unless its manifest says that it was saved with metrics. This module does not import torch.
+step twice only to add its results. The file is replaced in one piece, and holds its own digest. A step without
+the file was not evaluated, unless the manifest says that it was saved with metrics. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_BYTES = 2**24
 
 
 def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation into the folder of a checkpoint. Raises OSError."""
+    """Write the metrics of an evaluation into the folder of a checkpoint. Raise OSError."""
     encoded = {name: float_to_json(value) for name, value in metrics.items()}
     content = canonical({"metrics": encoded, "digest": _digest(encoded)})
     checkpoint.storage.replace(f"{checkpoint.name}/{STEP_METRICS}", content, durable=True)
@@ -51,7 +51,7 @@ def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
 def metrics_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
     """Return the metrics of a checkpoint with this manifest, which may show that they are lost.
 
-    Raises InvalidCheckpoint.
+    Raise InvalidCheckpoint.
     """
     metrics = read_metrics(checkpoint)
     if manifest.has_metrics and not metrics:
@@ -61,7 +61,7 @@ def metrics_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
 
 
 def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the metrics in the file; {} if there is no file. Raises InvalidCheckpoint."""
+    """Return the metrics in the file; {} if there is no file. Raise InvalidCheckpoint."""
     with as_invalid(checkpoint, STEP_METRICS):
         try:
             with checkpoint.open(STEP_METRICS) as stream:
@@ -107,13 +107,13 @@ class CheckpointMetrics:
         self._lock = threading.Lock()
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of a checkpoint that was just committed. It may replace another one of the same step."""
+        """Record the metrics of a checkpoint that was just committed, in place of an earlier one of its step."""
         with self._lock:
             self._by_step[step] = metrics
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a later evaluation into a committed checkpoint. Raises OSError."""
-        # Somebody may have deleted it: then there is nothing to add to.
+        """Write the metrics of a later evaluation into a committed checkpoint. Raise OSError."""
+        # Somebody may have deleted the checkpoint.
         checkpoint = Checkpoint.of(self.storage, step)
         if checkpoint.exists():
             write_metrics(checkpoint, metrics)
@@ -139,7 +139,7 @@ class CheckpointMetrics:
 def _read_or_empty(checkpoint: Checkpoint) -> Mapping[str, float]:
     """Return the metrics of a checkpoint; {} if they or the manifest are damaged, or the manifest has another format.
 
-    Then only its age decides whether it is kept: the best must be one that can be loaded.
+    Then only its age decides whether it is kept, because the best checkpoint must be one that can be loaded.
     """
     try:
         metrics = read_metrics(checkpoint)

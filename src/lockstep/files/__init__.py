@@ -1,7 +1,7 @@
 """Files that several processes read and write.
 
 Other processes may be killed at any moment, and a file may have been put there by anyone. So a file appears complete or
-not at all, only regular files are read, and one that cannot be read may count as empty.
+not at all, only regular files are read, and a file that cannot be read may count as empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading. Raises OSError for a pipe or a device, which might wait, or go on, forever."""
+    """Open a file for reading. Raise OSError for a pipe or a device, which might wait, or go on, forever."""
     # O_NONBLOCK: opening a pipe must not wait for a writer. For a regular file it means nothing.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -56,7 +56,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
-    """Return the contents of a regular file. Raises OSError if it is anything else, or larger than `most`."""
+    """Return the contents of a regular file. Raise OSError if it is anything else, or larger than `most`."""
     with open_regular(path) as file:
         data = file.read(most + 1)
 

@@ -22,7 +22,7 @@ STEP_METRICS = "metrics.json"
 # How the names of files with tensors end. All other files are small.
 TENSOR_SUFFIX = ".safetensors"
 
-# These files are next to the checkpoints: one names the newest, and one has the token of the only attempt allowed to
+# Two files next to the checkpoints: `latest` names the newest, and `owner` has the token of the only attempt that may
 # commit.
 LATEST = "latest"
 OWNER = "owner"
@@ -56,7 +56,7 @@ def step_in(name: str) -> int | None:
 
 
 def committed_names(folders: Iterable[str]) -> list[str]:
-    """Return the names of committed checkpoints among those of `folders`, the newest first."""
+    """Return the names of committed checkpoints among the names of `folders`, the newest first."""
     steps = {step: name for name in folders if (step := step_in(name)) is not None}
     return [steps[step] for step in sorted(steps, reverse=True)]
 
@@ -77,7 +77,7 @@ def is_set_aside(name: str) -> bool:
 
 
 def name_replaced(name: str) -> str:
-    """Return the name of a checkpoint from the moment when another one of its step takes its place."""
+    """Return the name that a checkpoint gets when another checkpoint of its step is about to take its place."""
     return f"{name}{_REPLACED}"
 
 

@@ -32,7 +32,7 @@ class RunFolder:
     shown: str  # the path as the user typed it
     start_from: StartFrom
     attempt: int  # how often the launcher restarted this run
-    token: str  # distinguishes this attempt from an earlier one that may still be writing
+    token: str  # distinguishes this attempt from an earlier attempt that may still be writing
     lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: str | Path) -> str:

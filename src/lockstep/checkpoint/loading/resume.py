@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, and restore a run from it.
+"""Find the checkpoint from which a run resumes, and restore the run.
 
 `CheckpointManager` decides when: at the start, and when a run rewinds. All ranks call these methods together.
 """
@@ -42,7 +42,7 @@ class Resumed:
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     other_changes: list[str]  # since the save, besides `changed_settings`
-    is_own: bool  # whether it was one of this run's own checkpoints, and not one that was set aside
+    is_own: bool  # whether the run keeps this checkpoint: it belongs to this run and was not set aside
 
     @property
     def changes(self) -> list[str]:
@@ -51,7 +51,7 @@ class Resumed:
 
 
 class Resumer:
-    """Finds and loads checkpoints for one run, whose own ones are in `storage`."""
+    """Finds and loads checkpoints for one run, which keeps its own checkpoints in `storage`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Resumer:
         return reader
 
     def _report_skipped(self, reader: CheckpointReader) -> None:
-        """Warn about the newer checkpoints, which are all damaged, and set aside those of this run. Collective."""
+        """Warn about the newer checkpoints, all of which are damaged, and set this run's own aside. Collective."""
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
             text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
@@ -126,7 +126,7 @@ class Resumer:
         other_changes = self.state.restore(reader, values, changed_settings)
         step = reader.manifest.step
 
-        # --resume may name a checkpoint that was set aside. It is not among those that the run keeps.
+        # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
         # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
@@ -154,7 +154,7 @@ class Resumer:
         )
 
     def _set_own_aside(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
-        """If `storage` is that of this run, set something aside on rank 0. Return the result everywhere. Collective."""
+        """Call `act` on rank 0 if `storage` belongs to this run. Return its result on every rank. Collective."""
         own = storage == self.storage
         problem = f"the checkpoints in {self.storage.root} cannot be set aside"
         return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act if own else lambda: None, problem)

@@ -42,7 +42,7 @@ class Rewinder:
         self._rewinds: Counter[int] = Counter()
 
     def ensure_checkpoint(self, save: Callable[[], None]) -> None:
-        """If a policy is rewind and there is no checkpoint to rewind to, call `save`. Collective."""
+        """Call `save` if a policy is rewind and the run has no checkpoint to which it could rewind. Collective."""
         if self.policy is None:
             return
 

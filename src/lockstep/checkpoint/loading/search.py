@@ -93,7 +93,7 @@ def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None 
             newer = names[: names.index(checkpoint.name)]
             return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], readers.beat)
 
-        # A run that is alive may have deleted it meanwhile. That is no damage, and there is a newer one now.
+        # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
         _, exists = run_on_all_ranks(readers.gather, checkpoint.exists, _cannot_list(storage))
         if not exists[0]:
             gone += 1
@@ -103,7 +103,7 @@ def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None 
             names = _agreed_names(storage, readers.gather, only)
             continue
 
-        # Only a damaged checkpoint is lost: to resume from one before any other would lose progress.
+        # Only a damaged checkpoint is lost. If this one is not, an older checkpoint would lose progress.
         problem = _invalid(checkpoint, problems)
         if not isinstance(problem, Damaged):
             older = names[names.index(checkpoint.name) + 1 :]
@@ -143,9 +143,9 @@ def _verify_together(checkpoint: Checkpoint, readers: Readers) -> tuple[Manifest
 
 
 def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
-    """Return the checkpoints that all ranks examine: those that rank 0 lists, or `only` this one. Collective.
+    """Return the names of the checkpoints that all ranks examine: what rank 0 lists, or `only` this one. Collective.
 
-    Raises a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
+    Raise a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
 
     - it does not see what rank 0 listed,
     - rank 0 lists no checkpoint, but this rank does, or
@@ -183,7 +183,7 @@ def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
 
 
 def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) -> list[Any]:
-    """Return which of rank 0's `names` this rank sees, whether only this rank has `listed` any, and the owner."""
+    """Return which of rank 0's `names` this rank sees, whether it has `listed` any and rank 0 none, and the owner."""
     visible = sorted(set(names) & set(storage.folders()))
     lists_alone = bool(listed) and not names
     return [visible, lists_alone, owner_of(storage)]
@@ -191,7 +191,7 @@ def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) 
 
 def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
     """Return one error for all problems of a checkpoint."""
-    # Ranks may find problems of different kinds. The first of these kinds that any rank has found counts.
+    # Ranks may find problems of different kinds. The first kind in this list that any rank has found counts.
     labels = {problem.label for problem in problems}
     kind = next(kind for kind in (Damaged, Forbidden, Unreadable, WrongFormat) if kind.label in labels)
 
@@ -203,7 +203,7 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
 
 def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
     """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
-    # A file server may come back, but neither a permission nor a version of Lockstep does: the run waits for the first.
+    # Waiting may bring back a file server, but neither a permission nor another version of Lockstep.
     if isinstance(problem, Forbidden):
         kind, fix = UserError, f"{READ_FIX}, and try again"
     elif isinstance(problem, Unreadable):
@@ -218,7 +218,7 @@ def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserErr
 
 
 def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:
-    """Return the error for a run whose checkpoints are all damaged, or for the one that the user named."""
+    """Return the error for a run whose checkpoints are all damaged, or for a damaged one that the user named."""
     what = f"the checkpoint {damaged[0].checkpoint.path}" if only else f"every checkpoint in {storage.root}"
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
     found = "; ".join(map(str, damaged))

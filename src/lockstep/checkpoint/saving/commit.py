@@ -1,4 +1,4 @@
-"""What rank 0 does when its own file is written: it turns the files of all ranks into one checkpoint.
+"""What rank 0 does once its own file is written: it turns the files of all ranks into one checkpoint.
 
     waits for all confirmations
     step-N.tmp-TOKEN-NUMBER/metrics.json        if the step was evaluated before the save
@@ -66,7 +66,7 @@ def commit(
 
     storage.write(draft.manifest, [memoryview(encoded)])
 
-    # Only now may the confirmations go: until there is a manifest, they tell the launcher
+    # Delete the confirmations only now: until there is a manifest, they tell the launcher
     # (`commit_is_near` in run_folder/checkpoint_facts.py) that a commit is near.
     draft.delete_confirmations()
     faults.fire("rename", draft.step)
@@ -174,13 +174,13 @@ def delete_old(context: SaveContext) -> str:
     What cannot be deleted now is deleted after the next commit.
     """
     try:
-        # Another attempt may have taken over, and may have gone back to one of those.
+        # Another attempt may have taken over, and may have gone back to an old checkpoint.
         context.check_owner()
 
-        # After a failure, delete the others all the same: they would fill the disk.
+        # If one cannot be deleted, delete the others all the same: they would fill the disk.
         failed = finish_deletions(context.storage, context.token)
 
-        # Retention does not count these, so a step that is saved again and again would fill the disk.
+        # Retention does not count replaced checkpoints, so a step that is saved again and again would fill the disk.
         delete_replaced(context.storage, context.token)
         apply_retention(context.metrics, context.checkpoint_config, context.token)
         if failed is not None:

@@ -103,7 +103,7 @@ class Draft:
                 self.storage.delete(key)
 
     def is_gone(self) -> bool:
-        """Whether another rank, or another attempt, has deleted the folder."""
+        """Return whether another rank, or another attempt, has deleted the folder."""
         # If listing fails as well, the first error remains the reason.
         with suppress(OSError):
             return self.name not in self.storage.folders()

@@ -31,7 +31,7 @@ MAX_RETRY_S = 1800.0
 
 
 class PendingSave:
-    """At most one save, from its start until all ranks agree on its outcome. A checkpoint counts only then.
+    """The save in flight, if there is one, until all ranks agree on its outcome. Only then does its checkpoint count.
 
     `settle` and `abort_if_failed` are collective; the other methods are local.
     """
@@ -115,7 +115,7 @@ class PendingSave:
             self._log_event("warning", reason=reason)
 
     def poll(self) -> bool:
-        """Follow up a save that is committed by now. Return whether it failed on this rank, for the control word."""
+        """Log the save if it is committed by now. Return whether it failed on this rank, for the control word."""
         if self.save is None:
             return False
 

@@ -58,9 +58,9 @@ class Saver:
         self._snapshot.reserve(shards)
 
     def start(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
-        """Copy the contents, except those to be copied later, and start writing them.
+        """Copy the contents, except the tensors to be copied later, and start writing them.
 
-        `metrics`: of an evaluation of this step; {} if there was none.
+        `metrics`: the results of an evaluation of this step; {} if there was none.
         """
         began = time.perf_counter()
         self._wait_for_last()
@@ -69,7 +69,7 @@ class Saver:
         self._saves += 1
         self._last = save = Save(self._context, step, self._saves, layout.file_size, metrics)
 
-        # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
+        # Only this rank's own file counts: other ranks may have other disks, and may write much less or much more.
         if save.check_room():
             save.start(self._snapshot, contents, self._asynchronous)
 
@@ -114,8 +114,8 @@ class Save:
     ):
         """Prepare to save the state after `step` steps. Nothing is written here.
 
-        `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those of an
-        evaluation of this step, for `checkpoint.best`: until the commit, nothing else has them.
+        `number` counts the saves of this rank. Its file will have `file_size` bytes. `metrics` are empty, or come from
+        an evaluation of this step; `checkpoint.best` compares them, and until the commit nothing else has them.
         """
         self.context = context
         self.step = step
@@ -174,10 +174,10 @@ class Save:
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
-        """End the save without a commit, unless it is committed by now, and delete what this rank has written of it.
+        """End the save without a commit, unless it is already committed, and delete what this rank has written.
 
-        After `timeout` seconds, a thread that still writes is left alone. It gives up when the disk answers, and the
-        next start deletes what it leaves.
+        After `timeout` seconds, a thread that is still writing is left alone. It gives up when the disk answers, and
+        the next start deletes what the thread leaves behind.
         """
         self._abort.request(why)
 
@@ -241,7 +241,7 @@ class Save:
             yield chunk
 
     def _tidy_up(self, outcome: Committed) -> Committed:
-        """Do what follows a commit, and return its outcome: the checkpoint is safe whatever fails here."""
+        """Do what follows a commit, and return the outcome with a warning if that fails: the checkpoint is safe."""
         warning = outcome.warning
         try:
             announce(self.draft)
@@ -281,7 +281,7 @@ class Save:
             failed = self._explain(error)
             self.draft.delete()
 
-            # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
+            # Tell rank 0 not to wait for this rank's file. If that fails as well, the first error is the one to report.
             if self.context.rank != 0 and not self._abort.requested:
                 with suppress(OSError):
                     self.draft.confirm(Confirmation(None, error=failed.reason))

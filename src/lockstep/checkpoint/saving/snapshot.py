@@ -68,7 +68,7 @@ class Snapshot:
     def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> Copied:
         """Copy `shards`, for which `reserve` has made room, except those named in `copy_later`.
 
-        `Copied.rest` copies those. They must not change before its `wait` returns.
+        `Copied.rest` copies these later. They must not change before its `wait` returns.
         """
         now: Pairs = []
         later: Pairs = []
@@ -91,7 +91,7 @@ class Copied:
 
 
 class BackgroundCopy:
-    """Copies the rest of a snapshot during the next forward and backward, which do not change these tensors.
+    """Copies the rest of a snapshot during the next forward and backward, which do not change its tensors.
 
     Tensors on a GPU are copied in a separate stream, for which the host does not wait. Tensors on the CPU are copied by
     the thread that writes the file.
@@ -100,10 +100,9 @@ class BackgroundCopy:
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # A copy is torn if a tensor changed while it was copied. Its version counter shows that. `wait` compares first
-        # if an update is about to change the tensors; otherwise `run` compares when it is done.
+        # The version counters of the tensors show whether training has changed one of them during the copy.
         self._versions = self._versions_now()
-        self._torn: bool | None = None
+        self._torn: bool | None = None  # None: not compared yet (`_compare_once`)
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -120,9 +119,8 @@ class BackgroundCopy:
                 event.synchronize()
         finally:
             # Also after an error, so that the training thread does not wait forever.
-            with self._lock:
-                torn = self._versions_now() != self._versions if self._torn is None else self._torn
-                self._done.set()
+            torn = self._compare_once()
+            self._done.set()
 
         if torn:
             raise RuntimeError(
@@ -132,11 +130,10 @@ class BackgroundCopy:
 
     def wait(self) -> None:
         """Wait until the tensors may change. Called in the training thread."""
-        with self._lock:
-            if self._done.is_set():
-                return
+        if self._done.is_set():
+            return
 
-            self._torn = self._versions_now() != self._versions
+        self._compare_once()
 
         # The device's current stream waits for the copies; the host does not.
         for event in self._gpu_copies:
@@ -145,6 +142,18 @@ class BackgroundCopy:
         # The writing thread copies the tensors on the CPU.
         if any(not source.is_cuda for _, source in self._pairs):
             self._done.wait()
+
+    def _compare_once(self) -> bool:
+        """Return whether a tensor was changed during the copy. Only the first of two calls compares.
+
+        `wait` is first if an update comes before the end of the copy; after it the tensors may change. Otherwise `run`
+        is first, at the end of the copy.
+        """
+        with self._lock:
+            if self._torn is None:
+                self._torn = self._versions_now() != self._versions
+
+            return self._torn
 
     def _versions_now(self) -> list[int]:
         """Return torch's version counter of each tensor, which counts in-place changes."""

@@ -1,4 +1,4 @@
-"""Digests of any state, and those of frozen parameters, which a checkpoint may hold in place of their values."""
+"""Digests of any state, and of frozen parameters, for which a checkpoint may hold digests in place of values."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def _feed_items(sha: Any, kind: str, items: Sequence[Any]) -> None:
 class FrozenDigests:
     """Computes the digests of frozen parameters once (with checkpoint.frozen=false).
 
-    It computes them again if a parameter has changed after all, for example of a teacher whose weights
-    are an average of the model's.
+    It computes them again if a parameter has changed after all: the weights of a teacher may be an average of the
+    model's weights.
 
-    A digest copies the full tensor to the host. Whether it has changed is seen from torch's count of in-place
-    changes, and from a checksum on the device, because a change through `.data` is not counted.
+    A digest copies the full tensor to the host. A change is noticed without that: by torch's count of in-place changes,
+    and by a checksum on the device, because torch does not count a change through `.data`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], on_any_rank: Callable[[bool], bool]):

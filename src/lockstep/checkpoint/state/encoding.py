@@ -19,8 +19,8 @@ from lockstep.errors import UserError
 # Plain state, as it is in the manifest.
 JsonDict = dict[str, Any]
 
-# A dict with one of these keys, and no other, encodes a value that JSON cannot represent. They are part of the file
-# format (see CONTRIBUTING).
+# A dict with one of these keys, and no other key, encodes a value that JSON cannot represent. The keys are part of the
+# file format (see CONTRIBUTING).
 MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
 
 
@@ -124,16 +124,16 @@ class CapturedTensor(NamedTuple):
 
     tensor: Tensor
 
-    # The parameter or buffer to which it belongs: the tensor is the parameter itself, its average, or a part of the
-    # optimizer's state for it. None: it belongs to no parameter.
+    # The parameter or buffer to which the tensor belongs: the tensor is the parameter itself, its average, or a part of
+    # the optimizer's state for it. None: the tensor belongs to no parameter.
     parameter: str | None = None
 
-    # The stateful object whose state it is part of. The tensor may differ between ranks, and that of rank 0 is saved,
-    # unless it is a DTensor.
+    # The stateful object to whose state the tensor belongs. It may differ between ranks: rank 0's is saved, unless it
+    # is a DTensor.
     stateful: str | None = None
 
-    # Whether it may be copied while training continues, because it changes only after `Update.wait_for_copy`. The model
-    # is copied at once: a forward may change its buffers, and the user's code its parameters.
+    # Whether the tensor may be copied while training continues, because it changes only after `Update.wait_for_copy`.
+    # The model is copied at once: a forward may change its buffers, and the user's code its parameters.
     copy_later: bool = False
 
 

@@ -19,7 +19,7 @@ from lockstep.runtime.shards import full_tensor
 
 
 class ModelState:
-    """Captures the state of a model and restores it. If parameters have float32 masters, those are saved."""
+    """Captures the state of a model and restores it. If parameters have float32 masters, the masters are saved."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class ParameterHolders:
 
 
 def replicated_sizes(tensors: Mapping[str, CapturedTensor]) -> dict[str, int]:
-    """Return the bytes of the replicated tensors that this rank holds, except those that only rank 0 writes."""
+    """Return the bytes of the replicated tensors that this rank holds, except the tensors that only rank 0 writes."""
     return {
         name: captured.tensor.nbytes
         for name, captured in tensors.items()

@@ -42,7 +42,7 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.shards import LocalShard
 from lockstep.task import BatchSource, Task
 
-# Settings that determine the order of the samples. Those that end in a dot are prefixes.
+# Settings that determine the order of the samples. An entry that ends in a dot is a prefix.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
 
@@ -117,7 +117,7 @@ class RunState:
     def contents_of_rank(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> RankContents:
         """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
 
-        `run_values` are the values that do not come from here: the settings, the plan, the versions.
+        `run_values` are values that do not come from here: the settings, the plan, the versions.
         """
         # Rank 0 writes the JSON state of all ranks, which may hold different parameters.
         captured = self.capture()
@@ -168,7 +168,7 @@ class RunState:
                 log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def capture(self) -> CapturedState:
-        """Return the state of the run, except that of the loop.
+        """Return the state of the run, without the state of the loop.
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
@@ -231,7 +231,7 @@ class RunState:
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
-        Raise a UserError if a different run was saved. `values`: those of the manifest.
+        Raise a UserError if a different run was saved. `values`: the values of the manifest.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
         check_values(reader, "state")
@@ -247,8 +247,8 @@ class RunState:
         # The model first: it checks that the checkpoint is of this model before anything is changed.
         self._model_state.restore(reader, json_state["model"], self._frozen_advice)
 
-        # Some optimizers train other weights than they evaluate. A checkpoint holds those to evaluate, and the
-        # optimizers' state has the others.
+        # Some optimizers train other weights than they evaluate. A checkpoint holds the weights to evaluate, and the
+        # state of the optimizers has the weights to train.
         changes = self._optimizer_states.restore(json_state["optimizers"], reader)
         self.optimizers.switch("train")
         self.stepper.load_state_dict(unpack(json_state["stepper"], reader.read, self._device))
@@ -289,7 +289,7 @@ class RunState:
             saved = states.get(name)
             current = stateful.state_dict()
 
-            # What changed between the two is reported, not refused: an object that is not required may come and go.
+            # Differences are reported, not refused: an object that is not required may come and go.
             if saved:
                 changed += optional_members(stateful).changes_since(saved)
                 stateful.load_state_dict(saved)
@@ -321,7 +321,7 @@ class RunState:
 
 
 def check_values(reader: CheckpointReader, *keys: str) -> None:
-    """Raise a UserError unless the manifest has values of these keys: something else than a run may have written it."""
+    """Raise a UserError unless the manifest has these keys: a program other than a run may have written it."""
     missing = sorted(keys - reader.manifest.values.keys())
     if missing:
         raise UserError(

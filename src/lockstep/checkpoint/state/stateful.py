@@ -17,7 +17,7 @@ from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import read_into
 from lockstep.errors import UserError, plural
 
-# How the names of all tensors begin, except those of a `PerParameter`.
+# How the names of all tensors begin, except the tensors of a `PerParameter`.
 TENSOR_KINDS = (MODEL, "optimizer", "extra", "stateful")
 
 
@@ -36,16 +36,16 @@ class Stateful(Protocol):
 class PerParameter(Stateful, Protocol):
     """A stateful object that also has a tensor for each parameter, sharded like the parameter: averages, for example.
 
-    They are saved as NAME.PARAMETER, and restored in place before `load_state_dict` is called. By default a save copies
-    them while training waits. An object may also have an attribute `copy_later`: if it is true, its tensors are copied
-    later, and must change only after `Update.wait_for_copy`.
+    The tensors are saved as NAME.PARAMETER, and restored in place before `load_state_dict` is called. By default a save
+    copies them while training waits. An object may also have an attribute `copy_later`: if it is true, its tensors are
+    copied later, and must change only after `Update.wait_for_copy`.
     """
 
     # The tensors that this rank holds, by the name of the parameter. They exist from the start, and are never replaced.
     parameter_tensors: Mapping[str, Tensor]
 
     def restart(self, names: Collection[str], /) -> None:
-        """Let the tensors of these parameters begin afresh: the checkpoint has none for them."""
+        """Let the tensors of these parameters begin afresh, because the checkpoint has none for them."""
 
 
 def is_per_parameter(stateful: object) -> TypeGuard[PerParameter]:
@@ -80,7 +80,7 @@ class RegisteredState(dict[str, Stateful]):
         super().__init__()
         self.is_open = True  # until the run resumes: what is added later would be saved, but never restored
 
-        # Those of the objects that have a tensor for each parameter.
+        # The objects among them that have a tensor for each parameter.
         self.per_parameter: dict[str, PerParameter] = {}
 
         # Names that must be in both the checkpoint and the resumed run, or in neither. All others may come and go.

@@ -54,7 +54,7 @@ class CheckpointStorage:
     """The checkpoints of a run. They survive a power cut: contents are written to the disk before names.
 
     A key is "FOLDER/FILE", or "FILE" at the top level. A folder exists as long as it has files. A rename of a folder is
-    the commit of a checkpoint: before it, the folder has another name, and no reader takes it for a checkpoint. Methods
+    the commit of a checkpoint: until then the folder has another name, and no reader takes it for a checkpoint. Methods
     raise FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means
     "full".
 
@@ -95,8 +95,8 @@ class CheckpointStorage:
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Write a file. It is durable when this returns; until then readers may see an incomplete file.
 
-        The chunks are of any length; those of a rank's data have at most CHUNK bytes, and are aligned to PAGE. Their
-        memory is reused after this returns.
+        The chunks are of any length. The chunks of a rank's data have at most CHUNK bytes, and are aligned to PAGE. The
+        memory of all chunks is reused after this returns.
         """
         path = self.root / key
         if self.url and key.endswith(TENSOR_SUFFIX):
@@ -151,13 +151,13 @@ class CheckpointStorage:
                         temporary.unlink()
 
     def sync_name(self) -> None:
-        """Make the name of the folder itself durable, and those above it, such as the run's. Called once it exists."""
+        """Make the name of this folder durable, and the names of the folders above it. The folder must exist."""
         sync_names(self.root)
 
     def rename(self, folder: str, to: str) -> None:
         """Rename a folder, atomically and durably: this is the commit. `to` must not exist.
 
-        Raises NotDurable if the folder has its new name, but may lose it in a power cut. After any other error the
+        Raise NotDurable if the folder has its new name, but may lose it in a power cut. After any other error the
         folder has its old name.
         """
         os.rename(self.root / folder, self.root / to)
@@ -189,7 +189,7 @@ class CheckpointStorage:
                     path.parent.rmdir()
 
     def delete_objects(self) -> None:
-        """Delete the checkpoints that have objects: `lockstep rm` deletes only the folder, and their URLs with it."""
+        """Delete the checkpoints with objects in a store. `lockstep rm` deletes only the folder, and so their URLs."""
         for name in self.folders():
             if any((self.root / name).glob(f"*{URL_SUFFIX}")):
                 self.delete(name)
@@ -199,7 +199,7 @@ class CheckpointStorage:
         return open_store(self.url).free_bytes(self.url) if self.url else free_bytes(self.root)
 
     def try_store(self) -> None:
-        """Write, read and delete a small object, if tensors are kept in a store. Raises OSError if it fails."""
+        """Write, read and delete a small object, if tensors are kept in a store. Raise OSError if it fails."""
         if not self.url:
             return
 
@@ -223,7 +223,7 @@ class CheckpointStorage:
 
 
 def _replacing(path: Path) -> AbstractContextManager[Path]:
-    """Replace a file by one that is written under a temporary name, which no other process has."""
+    """Write to a temporary file with a name that no other process uses, and then rename it to `path`."""
     # Not the number of the process: two containers that share a disk may have processes of the same number.
     return replacing(path, f"{secrets.token_hex(4)}.tmp")
 
@@ -250,21 +250,24 @@ def _read_url(url_file: Path) -> str | None:
 
 
 def _delete_with_object(url_file: Path) -> None:
-    """Delete the object whose URL is in a file, then the file. The object may never have been written."""
+    """Delete the object whose URL is in a file, and then the file. The object may never have been written.
+
+    The file is renamed first. A rank that is still writing the object does not find the file any more, and then deletes
+    the object itself (`_write_object`). The URL is deleted last: while the object exists, it must not be lost.
+    """
     url = _read_url(url_file)
     if url is None:
         return
 
-    # The file first gets another name: a rank that still writes the object sees by it that it must delete the object
-    # itself. As long as the object exists, its URL must not be lost.
+    # Another rank may do the same at this moment.
     renamed = _to_delete(url_file)
-    with suppress(FileNotFoundError):  # another rank may delete it at this moment
+    with suppress(FileNotFoundError):
         url_file.rename(renamed)
         open_store(url).delete(url)
         renamed.unlink()
 
 
 def _to_delete(url_file: Path) -> Path:
-    """Return the name of a file with a URL, once its object is to be deleted."""
+    """Return the name that a file with a URL has while its object is being deleted."""
     name = url_file.name
     return url_file if name.startswith(DELETED_PREFIX) else url_file.with_name(f"{DELETED_PREFIX}{name}")
