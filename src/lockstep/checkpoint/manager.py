@@ -2,7 +2,7 @@
 
     resume                               before the first step
     rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
-    prepare                              after the first step, so that the first save is as short as the others
+    prepare                              after the first step, so that the first save is as short as later saves
     pending.poll                         after each step: did the save in flight fail on this rank?
     save_due, wants_save                 after each step: is a save due?
     pending.add_metrics, is_new_best     after an evaluation
@@ -251,7 +251,7 @@ class CheckpointManager:
     # ---- saving ----
 
     def prepare(self) -> None:
-        """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
+        """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
         self._saver.prepare(self.state.shards_of(self.state.capture_tensors(), self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
@@ -284,7 +284,7 @@ class CheckpointManager:
     # ---- at the end ----
 
     def best(self) -> BestCheckpoint | None:
-        """Return the best committed checkpoint by `checkpoint.best`. Local; raises OSError if it cannot look now."""
+        """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if they cannot be read now."""
         return best_checkpoint(self._context.metrics, self.config.checkpoint)
 
     def last_location(self) -> str | None:

@@ -250,7 +250,7 @@ def _tensor(name: str, item: Any, files: set[str]) -> TensorEntry:
     dtype = fields["dtype"]
     require(dtype in DTYPES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
-    # Count a dimension of 0 as 1: torch multiplies the others too, and could overflow.
+    # Count a dimension of 0 as 1: torch multiplies the other dimensions too, and could overflow.
     shape = check_counts(fields["shape"], what, "shape")
     require(byte_count((max(length, 1) for length in shape), dtype) <= _MAX_BYTES, f"{what} would be too large")
 

@@ -35,7 +35,7 @@ LOOK_PAUSE_S = 5.0
 
 @dataclass(frozen=True)
 class Readers:
-    """The ranks that look for a checkpoint together, as one of them sees them. All ranks have one of these."""
+    """The ranks that look for a checkpoint together, from the point of view of one rank."""
 
     rank: int
     world_size: int

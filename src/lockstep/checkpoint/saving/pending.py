@@ -84,7 +84,7 @@ class PendingSave:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of the save in flight, late ones in place of those at its start; {} if no save is in flight."""
+        """The metrics of the save in flight: the late ones, if there are any; {} if no save is in flight."""
         if self.save is None:
             return {}
 

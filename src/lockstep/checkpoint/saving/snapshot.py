@@ -66,9 +66,9 @@ class Snapshot:
         return self.layout
 
     def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> Copied:
-        """Copy `shards`, for which `reserve` has made room, except those named in `copy_later`.
+        """Copy `shards`, for which `reserve` has made room, except the tensors named in `copy_later`.
 
-        `Copied.rest` copies these later. They must not change before its `wait` returns.
+        `Copied.rest` copies these tensors later. They must not change before its `wait` returns.
         """
         now: Pairs = []
         later: Pairs = []
@@ -111,14 +111,14 @@ class BackgroundCopy:
         self._gpu_copies = [self._enqueue(device) for device in devices]
 
     def run(self) -> None:
-        """Complete the copy, or raise. Called in the writing thread."""
+        """Complete the copy, or raise. The writing thread calls this."""
         try:
             _copy([(view, source) for view, source in self._pairs if not source.is_cuda])
 
             for event in self._gpu_copies:
                 event.synchronize()
         finally:
-            # Also after an error, so that the training thread does not wait forever.
+            # Do this after an error, too, so that the training thread does not wait forever.
             torn = self._compare_once()
             self._done.set()
 
@@ -129,7 +129,7 @@ class BackgroundCopy:
             )
 
     def wait(self) -> None:
-        """Wait until the tensors may change. Called in the training thread."""
+        """Wait until the tensors may change. The training thread calls this."""
         if self._done.is_set():
             return
 

@@ -350,8 +350,8 @@ def _noted(reader: CheckpointReader) -> Iterator[None]:
 
 def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:
     """Merge the JSON state of all ranks, which differs only where the ranks hold different parameters."""
-    # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest rank's is used: it
-    # comes last here and overwrites the others.
+    # In a pipeline, each rank has the extra state of its stage. If several ranks have the same key, the lowest rank's
+    # value is used: it comes last here.
     model: JsonDict = {key: {} for key in by_rank[0]["model"]}
     for json_state in reversed(by_rank):
         for key, entries in model.items():
