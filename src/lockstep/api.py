@@ -36,7 +36,7 @@ from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
-from lockstep.run_folder.checkpoint_facts import latest
+from lockstep.run_folder.checkpoint_facts import newest_checkpoint
 from lockstep.run_folder.checkpoint_names import step_in
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY, WEIGHTS
@@ -171,8 +171,8 @@ def train(
 
     # Without a launcher this process trains, alone or as a rank of torchrun. `--nproc 1` does ask for a launcher, which
     # restarts that one rank. A platform that runs this command on several machines says where they meet.
-    placement = environments.place(nproc, nnodes, join)
-    if placement.here:
+    shape = environments.place(nproc, nnodes, join)
+    if shape.here:
         wait_asleep()
         with _resume_hint(resume_command):
             run_target(target, layers, arguments)
@@ -190,18 +190,18 @@ def train(
     # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
     # made yet: the coordinator's choice applies.
     asked, resume = strongest_value(layers, "run_dir"), strongest_value(layers, "resume") or "never"
-    run_dir = choose_run_dir(asked, resume, targets.name_of(target), make=placement.join is None)
-    if placement.source:
-        print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
+    run_dir = choose_run_dir(asked, resume, targets.name_of(target), make=shape.join is None)
+    if shape.source:
+        print(printable(f"lockstep: {shape.source}"), file=sys.stderr)
 
-    program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
+    program = {} if shape.join is None else {PROGRAM: targets.program_of(target)}
     job = Job(
         {"target": target, "layers": layers, "arguments": list(arguments), **program},
         run_dir,
-        parse_nproc(placement.nproc),
-        parse_nnodes(placement.nnodes),
-        placement.join,
-        node=placement.node,
+        parse_nproc(shape.nproc),
+        parse_nnodes(shape.nnodes),
+        shape.join,
+        node=shape.node,
         run_dir_was_chosen=not asked,
         goes_back_to=choose_start(resume, run_dir).goes_back_to,
         resume_command=os.environ.get(RESUME_COMMAND) or resume_command(run_dir),
@@ -433,7 +433,7 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
     if ending.code:
         # The signal follows from the exit code alone, and the step that the run has reached from its checkpoints.
         signal = "SIGINT" if ending.code == ExitCode.INTERRUPTED else "SIGTERM"
-        checkpoint = latest(run_dir / CHECKPOINTS)
+        checkpoint = newest_checkpoint(run_dir / CHECKPOINTS)
         step = step_in(checkpoint.name) if checkpoint else None
         raise Preempted(step or 0, signal, str(checkpoint) if checkpoint else None)
 

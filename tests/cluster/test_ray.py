@@ -22,7 +22,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 from faults.torture import digests  # noqa: E402
 from lockstep.launch import election  # noqa: E402
-from lockstep.run_folder.checkpoint_facts import latest_step  # noqa: E402
+from saved import newest_step  # noqa: E402
 
 # On a busy machine the undisturbed run alone takes minutes.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -150,7 +150,7 @@ class Job:
     def reaches(self, step: int) -> None:
         def there() -> bool:
             assert self.process.poll() is None, self.said
-            return (latest_step(self.run / "checkpoints") or 0) >= step
+            return (newest_step(self.run / "checkpoints") or 0) >= step
 
         _until(there, self)
 
@@ -215,7 +215,7 @@ def test_nodes_are_lost_and_replaced_and_the_bits_are_those_of_a_calm_run(cluste
     cluster.add()
     _until(lambda: len(job.agents()) == 3, job)
     _until(lambda: "asking the ranks to save, to continue with the new node" in job.said, job)
-    step = latest_step(job.run / "checkpoints") or 0
+    step = newest_step(job.run / "checkpoints") or 0
     job.reaches(step + 10)
 
     coordinating = job.coordinating()
@@ -248,7 +248,7 @@ def test_a_job_grows_to_a_new_node_and_leaves_one_that_ray_takes_away_after_a_sa
     job.reaches(20)
     cluster.add()
     _until(lambda: len(job.agents()) == 3 and "continue with the new node" in job.said, job)
-    job.reaches((latest_step(job.run / "checkpoints") or 0) + 10)
+    job.reaches((newest_step(job.run / "checkpoints") or 0) + 10)
     coordinating = job.coordinating()
     assert coordinating is not None
     node = cluster.node_of(coordinating)
@@ -261,7 +261,7 @@ def test_a_job_grows_to_a_new_node_and_leaves_one_that_ray_takes_away_after_a_sa
         cluster.add()
     _until(lambda: len(job.agents()) == 3, job)
     cluster.remove(node)
-    job.reaches((latest_step(job.run / "checkpoints") or 0) + 20)
+    job.reaches((newest_step(job.run / "checkpoints") or 0) + 20)
     assert cluster.idle() == 1
     assert job.wait() == 0, job.said
     assert "failed" not in job.said
@@ -286,7 +286,7 @@ def test_a_stopped_driver_saves_and_a_killed_one_leaves_no_process(cluster, undi
     assert not [path for path in logs if secret in path.read_text(errors="replace")]
 
     job = Job(cluster, tmp_path / "run", "--nnodes", "1:2")
-    job.reaches((latest_step(job.run / "checkpoints") or 0) + 10)
+    job.reaches((newest_step(job.run / "checkpoints") or 0) + 10)
     processes = job.processes()
     assert len(processes) >= 4
     job.process.kill()
@@ -307,7 +307,7 @@ def test_a_ctrl_c_at_the_driver_saves_and_the_same_command_resumes(cluster, undi
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.said
     assert "second Ctrl-C: killing the ranks" not in job.said
-    step = latest_step(job.run / "checkpoints")
+    step = newest_step(job.run / "checkpoints")
     assert step is not None, job.said
     assert f"saved at step {step}; to resume: lockstep launch ray char_lm" in job.said
     assert gone(job.processes())

@@ -16,8 +16,8 @@ from cluster.hosts import gone
 from cluster.jobs import exact
 from cluster.test_two_hosts import SLOW, SOON_S, rank_pids
 from faults.torture import digests
-from lockstep.run_folder.checkpoint_facts import latest_step
 from ports import free_port
+from saved import newest_step
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 
@@ -60,7 +60,7 @@ def test_hosts_over_ssh_leave_nothing_and_resume(ssh, hosts, command, tmp_path, 
     words = ["train", "char_lm", *exact(), f"run_dir={run}", "--nodes", "alpha,beta", "--nproc", "1"]
     words += ["--ssh", login, "--python", hosts.python, "--env", "OMP_NUM_THREADS=1"]
     job = command(*words, faults=(SLOW,))
-    job.until(lambda: latest_step(run / "checkpoints"))
+    job.until(lambda: newest_step(run / "checkpoints"))
     pids = rank_pids(job)
     assert len(pids) == 2
     assert len(children_of(server)) == 2

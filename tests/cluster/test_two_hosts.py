@@ -19,8 +19,8 @@ from faults.runs import read_events
 from faults.torture import digests
 from lockstep.clusters.tether import SILENCE_S
 from lockstep.faults import Fault
-from lockstep.run_folder.checkpoint_facts import latest_step
 from ports import free_port
+from saved import newest_step
 
 # Hosts end at once when their login is lost. By themselves they would do so as well, but later.
 SOON_S = 0.9 * SILENCE_S
@@ -94,7 +94,7 @@ def test_when_the_link_is_cut_both_sides_say_so_and_end(lab, hosts, command, tmp
     words += ["--join", f"10.77.0.1:{free_port()}"]
     first = command(*words, host=1, faults=(SLOW,))
     second = command(*words, host=2, faults=(SLOW,))
-    first.until(lambda: latest_step(run / "checkpoints"))
+    first.until(lambda: newest_step(run / "checkpoints"))
     lab.cut(2)
     try:
         assert [first.wait(), second.wait()] == [75, 75], first.text() + second.text()
@@ -110,7 +110,7 @@ def test_when_the_link_is_cut_both_sides_say_so_and_end(lab, hosts, command, tmp
 def test_a_host_that_dies_and_returns_is_used_again(lab, hosts, command, tmp_path, whole):
     run = tmp_path / "run"
     job = command(*on_hosts(hosts, run, *exact(), "--nnodes", "1:2"), faults=(replace(SLOW, seconds=0.1),))
-    job.until(lambda: latest_step(run / "checkpoints") and "2 ranks" in job.text())
+    job.until(lambda: newest_step(run / "checkpoints") and "2 ranks" in job.text())
     for pid in lab.processes(2):
         os.kill(pid, signal.SIGKILL)
     job.until(lambda: "trying again while the job runs" in job.text())
@@ -148,7 +148,7 @@ def test_a_login_that_breaks_takes_its_host_and_not_the_job(lab, hosts, command,
     words = on_hosts(hosts, run, *exact(), "--nnodes", "1:2")
     words[words.index("--ssh") + 1] = f"{sys.executable} -S -E {relay} {lab.ssh}"
     job = command(*words, faults=(replace(SLOW, seconds=0.1),))
-    job.until(lambda: latest_step(run / "checkpoints") and "2 ranks" in job.text())
+    job.until(lambda: newest_step(run / "checkpoints") and "2 ranks" in job.text())
     there = lab.processes(2)
     (login,) = [pid for pid, line in command_lines().items() if str(relay) in line and "\0host2\0" in line]
     os.kill(login, signal.SIGKILL)
@@ -172,8 +172,8 @@ def test_a_login_that_breaks_takes_its_host_and_not_the_job(lab, hosts, command,
 def test_nothing_is_left_when_the_command_that_logged_in_ends(hosts, command, tmp_path, number, code, nnodes):
     run = tmp_path / "run"
     job = command(*on_hosts(hosts, run, *exact(400), "--nnodes", nnodes), faults=(SLOW,))
-    job.until(lambda: latest_step(run / "checkpoints"))
-    before = latest_step(run / "checkpoints") or 0
+    job.until(lambda: newest_step(run / "checkpoints"))
+    before = newest_step(run / "checkpoints") or 0
     processes = hosts.processes() or rank_pids(job)
     assert len(processes) >= 2
     job.process.send_signal(number)
@@ -182,6 +182,6 @@ def test_nothing_is_left_when_the_command_that_logged_in_ends(hosts, command, tm
     assert gone(hosts.processes(), SOON_S) == []
 
     # In each case the ranks have saved where they were, and said so. The killed command could not print it.
-    saved = latest_step(run / "checkpoints") or 0
+    saved = newest_step(run / "checkpoints") or 0
     assert saved > before
     assert saved in [event["step"] for event in read_events(run) if event["event"] == "preempted"]

@@ -16,8 +16,8 @@ from faults.runs import TINY, Started, read_events, train
 from faults.torture import digests
 from lockstep.faults import Fault
 from lockstep.launch import election
-from lockstep.run_folder.checkpoint_facts import latest_step
 from ports import free_port
+from saved import newest_step
 
 # A rank that notes how many there are, and trains until the test has seen enough.
 ENOUGH = "me.note(str(me.world)); me.train(0 if (me.run_dir / 'enough').exists() else 600)"
@@ -132,11 +132,11 @@ def test_late_and_lost_and_back_with_the_same_weights(tmp_path, request):
         return started
 
     first = start()
-    first.wait_until(lambda: latest_step(checkpoints))
+    first.wait_until(lambda: newest_step(checkpoints))
     late = start()
     late.wait_until(lambda: "joined; 2 nodes" in first.text() and "2 ranks" in first.text())
-    before = latest_step(checkpoints)
-    late.wait_until(lambda: latest_step(checkpoints) > before)
+    before = newest_step(checkpoints)
+    late.wait_until(lambda: newest_step(checkpoints) > before)
     first.send(signal.SIGKILL)
     late.wait_until(lambda: " takes over from " in late.text())
     back = start()

@@ -25,13 +25,13 @@ from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.observe.sinks import read_jsonl
-from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.runtime import context
 from lockstep.runtime.environments.launcher import ATTEMPT
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import Regression, Trace, assert_user_errors, configured, fit, flat, preempted_run, windows
+from saved import newest_step
 
 BASE = {"global_batch": 8, "micro_batch": 2, "steps": 12, "checkpoint.at_end": False, "log.every": 1}
 LENGTH = 40  # of Regression's data
@@ -259,7 +259,7 @@ def test_a_restart_goes_back_to_the_named_checkpoint_if_the_attempt_before_died_
     died = pool.errors(one_attempt, back, 0, [{"how": "raise", "rank": 1, "phase": "load"}], world=2)
     assert any("injected" in str(error) for error in died)
     assert steps_kept(tmp_path) == [3, 6, 9, 12]  # nothing is set aside before it is verified
-    assert latest_step(tmp_path / "checkpoints") == 3  # the launcher announces a restart from there
+    assert newest_step(tmp_path / "checkpoints") == 3  # the launcher announces a restart from there
 
     assert pool.run(one_attempt, back, 1, [], world=2) == [3, 3]
     assert steps_kept(tmp_path) == [3, 6]
@@ -276,7 +276,7 @@ def test_a_job_that_died_before_it_went_back_does_not_bind_the_next_job(pool: Po
 
     newest = values | {"resume": str(tmp_path), "steps": 11}
     pool.errors(one_attempt, newest, 0, [{"how": "raise", "phase": "load"}], world=1)
-    assert latest_step(tmp_path / "checkpoints") == 9
+    assert newest_step(tmp_path / "checkpoints") == 9
     assert pool.run(one_attempt, newest, 1, [], world=1) == [9]
 
 

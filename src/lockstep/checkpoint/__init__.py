@@ -5,10 +5,10 @@
     step-00000040/rank-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                the position of each tensor, the size and digest of each file
     step-00000040/metrics.json                 the metrics of the step, if it was evaluated
-    step-00000050.tmp-TOKEN-NUMBER             one that is being written; the next start deletes what a kill leaves
+    step-00000050.tmp-TOKEN-NUMBER             a draft: not committed; the next start deletes what a kill leaves
     step-00000060.rewound                      set aside: the run rewound, or went back, to an earlier step
     step-00000060.damaged                      set aside: its bytes have changed
-    step-00000070.replaced                     one whose step a classic trainer saves again, until that is committed
+    step-00000070.replaced                     an old checkpoint, while a classic trainer saves its step again
     latest                                     the name of the newest checkpoint, for people and their scripts
     owner                                      the token of the attempt that may commit
 
@@ -18,7 +18,7 @@ start (`--resume step-N`); later checkpoints of the same run are set aside as `.
 In torch's words (`torch.distributed.checkpoint`), a piece is what a ChunkStorageMetadata describes, and the manifest is
 the Metadata.
 
-`manager` is what a run sees of all this; it also says when to save. `state` captures and restores the state of a run.
+`manager` is the interface to a run; it also says when to save. `state` captures and restores the state of a run.
 `saving` writes it, `loading` finds the newest valid checkpoint and loads it, and `init_from` starts a run from other
 weights.
 

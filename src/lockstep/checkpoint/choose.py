@@ -1,6 +1,6 @@
-"""Choose the checkpoint that a path means: the one at this path; of a run its newest, its best, or that of a step.
+"""Choose the checkpoint that a path means: the checkpoint at this path, or the newest, the best or any one of a run.
 
-All commands ask here, and torch is not imported. What the path itself means is in `run_folder/paths.py`.
+All commands ask here. This module does not import torch. What the path itself means is in `run_folder/paths.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, saved_retention
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.run_folder.paths import read_path
@@ -28,7 +27,7 @@ def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
 
 
 def storage_of(path: Path) -> CheckpointStorage:
-    """Return the storage of the checkpoints of the run at `path`. Raises a UserError."""
+    """Return the storage of the checkpoints of the run at `path`. Raise a UserError."""
     storage, name = checkpoints_at(path)
     if name is None and storage.root.is_dir():
         return storage
@@ -42,7 +41,7 @@ def storage_of(path: Path) -> CheckpointStorage:
 
 
 def run_folder_of(path: Path) -> Path:
-    """Return the folder of the run to which `path` belongs; for a checkpoint elsewhere, that above its folder."""
+    """Return the folder of the run to which `path` belongs; for a checkpoint elsewhere, the folder above its own."""
     meant = read_path(path)
     return meant.run or meant.checkpoints.absolute().parent
 
@@ -60,7 +59,7 @@ def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoin
     if best:
         return _best(path, storage)
 
-    checkpoints = committed(storage)
+    checkpoints = list_checkpoints(storage)
     if not checkpoints:
         raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
 
@@ -76,14 +75,14 @@ def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoin
 
 
 def no_choice(path: Path) -> UserError:
-    """Return the error for a step, or the best, of something that is not a run."""
+    """Return the error for a path that is not a run, where the user asked for a step or for the best."""
     return UserError(f"{path} is not a run, so it has no steps to choose from", "", "leave --best or --step out")
 
 
 def _best(path: Path, storage: CheckpointStorage) -> Checkpoint:
     """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
     try:
-        best = best_checkpoint(CheckpointMetrics(storage), retention_of(committed(storage)))
+        best = best_checkpoint(CheckpointMetrics(storage), retention_of(list_checkpoints(storage)))
     except OSError as error:
         raise UserError(
             f"the checkpoints of {path} cannot be compared now",

@@ -19,9 +19,9 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed, delete_checkpoint
+from lockstep.checkpoint.storage.transitions import delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.observe.formats import columns
@@ -36,7 +36,7 @@ MAX_LISTED = 1000
 def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
     storage = storage_of(path)
-    checkpoints = committed(storage)
+    checkpoints = list_checkpoints(storage)
 
     # If metrics cannot be read now, no checkpoint is called the best; its own row says why.
     best = None
@@ -91,7 +91,7 @@ def verify(path: Path) -> tuple[str, int]:
     exit_code = 0
 
     storage, name = checkpoints_at(path)
-    checkpoints = [Checkpoint(storage, name)] if name else committed(storage_of(path))
+    checkpoints = [Checkpoint(storage, name)] if name else list_checkpoints(storage_of(path))
     for checkpoint in checkpoints:
         _, problems = _verify_with_metrics(checkpoint)
         # A run may have deleted it since it was listed: that is no damage.
@@ -118,17 +118,17 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
 
 
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
-    """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other settings.
+    """Delete all but the newest `keep` valid checkpoints, and what the run keeps by its other settings.
 
-    Invalid ones do not count and are not deleted. With `set_aside`, also delete those that were set aside. The exit
-    code is 1 if one could not be deleted; the next call tries again.
+    Invalid checkpoints do not count and are not deleted. With `set_aside`, also delete what was set aside. The exit
+    code is 1 if something could not be deleted; the next call tries again.
     """
     if keep < 1:
         raise UserError(f"--keep {keep} would keep no checkpoint", "", "use --keep 1 or more")
 
     # Read every byte, since only valid checkpoints count.
     storage = storage_of(path)
-    checkpoints = committed(storage)
+    checkpoints = list_checkpoints(storage)
     metrics = {}
     lines = []
     for checkpoint in reversed(checkpoints):
@@ -147,7 +147,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     if set_aside:
         names += sorted(filter(is_set_aside, storage.folders()))
 
-    # What an earlier call, or a run, could not delete as a whole.
+    # An earlier call, or a run, could not delete these as a whole.
     names += sorted(filter(is_half_deleted, storage.folders()))
 
     failed = 0
@@ -156,7 +156,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
             if not dry_run:
                 _delete(storage, name)
         except OSError as error:
-            # A store may be out of reach. The others are deleted all the same.
+            # A store may be out of reach. The other checkpoints are deleted all the same.
             failed = 1
             lines.append(f"{name} could not be deleted: {error}")
         else:

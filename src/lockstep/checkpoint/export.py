@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, for other programs: its tensors without those of the optimizers.
+"""The weights of a checkpoint, for other programs: the tensors of the model, and no state of optimizers.
 
 `lockstep ckpt export`, the end of a run and the export for Hugging Face use this. It imports torch only when it is
 called.
@@ -42,7 +42,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> tupl
             "list its tensors: lockstep ckpt show CKPT",
         )
 
-    # An older file is replaced completely or not at all.
+    # An older file is replaced as a whole or not at all.
     name = AVERAGED_WEIGHTS if ema else WEIGHTS
     target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
 
         reader = CheckpointReader(checkpoint, manifest)
 
-        # By their names in the checkpoint, the names that the model has for its tensors.
+        # {name in the checkpoint: name in the model}
         weights = {weight_name(name): name for name in reader.weight_names()}
 
         averages = {name for name in weights.values() if average_name(name) in manifest.tensors}
@@ -78,7 +78,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
                 "leave --ema out; a run with ema.decay=0.999 saves them",
             )
 
-        # Parameters and buffers. Those without an average are read from the model's tensors.
+        # Parameters and buffers. What has no average is read from the model's tensors.
         with reader.keeping_open():
             for saved_name, name in weights.items():
                 # If a tensor is tied to a tensor outside the model, it is written itself.

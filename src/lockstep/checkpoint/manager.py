@@ -2,13 +2,13 @@
 
     resume                               before the first step
     rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
-    prepare                              after the first step, so that the first save is as short as the others
+    prepare                              after the first step, so that the first save is as short as later saves
     pending.poll                         after each step: did the save in flight fail on this rank?
-    save_due, due_by_clock               after each step: is a save due?
+    save_due, wants_save                 after each step: is a save due?
     pending.add_metrics, is_new_best     after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
-    rewinder.rewind                      when a step was not applied and the policy is rewind
+    rewind                               when a step was not applied and the policy is rewind
     pending.settle                       at the end, and before the next save or a rewind
     best, last_location, pending.close   after that
 
@@ -30,7 +30,6 @@ from rich.filesize import decimal as size_text
 import lockstep
 from lockstep.checkpoint.loading.resume import Resumed, Resumer
 from lockstep.checkpoint.loading.rewind import Rewinder
-from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -43,11 +42,12 @@ from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, upd
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError
-from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
+from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
+from lockstep.task import StepResult
 
 
 class CheckpointManager:
@@ -75,7 +75,7 @@ class CheckpointManager:
         self.log_event = log_event
         self.update = update
 
-        # The objects that this manager is made of, each with one job.
+        # The parts of this manager, each with one job.
         checkpoint_config = config.checkpoint
         self.storage = storage = CheckpointStorage.of_run(folder.path, checkpoint_config.store)
         self._context = SaveContext(
@@ -88,8 +88,8 @@ class CheckpointManager:
         )
         self._saver = Saver(self._context, checkpoint_config.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
-        self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
-        self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, self._load, log_event)
+        self._resumer = Resumer(folder, storage, state, self.pending, config, runtime, log_event, fixed_settings)
+        self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, log_event)
 
         # When a checkpoint was last saved or loaded; before that, when the run began.
         self._last_time = time.monotonic()
@@ -103,7 +103,7 @@ class CheckpointManager:
         nothing, if the settings ask for checkpoints and there is no room for one, or if the storage cannot be read or
         written for `checkpoint.timeout` seconds.
         """
-        # Before anything is changed, and not at the first save, which may come hours later.
+        # Check this before anything is changed, and not at the first save, which may come hours later.
         self.state.check_same_names(self.runtime)
 
         problem = f"the checkpoints in {self.storage.root} cannot be claimed"
@@ -113,14 +113,19 @@ class CheckpointManager:
         self._check_store()
 
         # A run that may never save does not need the room.
-        if self._saves_unasked():
+        if self._saves_by_settings():
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
-        return None if reader is None else self._load(reader)
+        if reader is None:
+            return None
 
-    def _saves_unasked(self) -> bool:
-        """Return whether the settings ask for checkpoints, besides those that somebody requests."""
+        resumed = self._resumer.load(reader)
+        self._last_time = time.monotonic()
+        return resumed
+
+    def _saves_by_settings(self) -> bool:
+        """Return whether the settings ask for checkpoints. The user's code and signals may ask for more."""
         config = self.config.checkpoint
         return bool(config.every or config.minutes or config.at_end or config.best or self.rewinder.policy)
 
@@ -137,7 +142,7 @@ class CheckpointManager:
             raise UserError(problem, missing, fix)
 
     def _try_store(self) -> str | None:
-        """Try the store on rank 0. Return an error that waiting cannot mend, or None. Raises other OSErrors."""
+        """Try the store on rank 0. Return an error that waiting cannot mend, as text, or None. Raise other OSErrors."""
         try:
             self.storage.try_store()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -174,19 +179,6 @@ class CheckpointManager:
                 f"for two, about {size_text(needed)}",
             )
 
-    def _load(self, reader: CheckpointReader) -> Resumed:
-        """Load a checkpoint, and note what follows from it for later saves. Collective."""
-        resumed = self._resumer.load(reader)
-
-        # If it belongs to another run, a later attempt must load it again, until this run has saved a checkpoint.
-        self.pending.last_committed = resumed.step if resumed.is_own else None
-        self._last_time = time.monotonic()
-
-        if self.runtime.is_main and resumed.is_own:
-            self.folder.end_going_back()
-
-        return resumed
-
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
 
@@ -197,7 +189,7 @@ class CheckpointManager:
         # Free the space of what killed attempts left behind.
         delete_leftovers(self.storage, self.folder.token)
 
-        # It names an older one if rank 0 was killed right after a commit.
+        # If rank 0 was killed right after a commit, `latest` names an older checkpoint.
         update_latest(self.storage)
 
     # ---- is a save due? ----
@@ -213,8 +205,8 @@ class CheckpointManager:
         every = self.config.checkpoint.every
         return requested or (every is not None and step % every == 0)
 
-    def due_by_clock(self) -> bool:
-        """Whether rank 0 requests a save: after `checkpoint.minutes`, or because the last save failed. Local."""
+    def wants_save(self) -> bool:
+        """Return whether rank 0 requests a save: after `checkpoint.minutes`, or because the last one failed. Local."""
         # Clocks differ between machines, so only rank 0's is used. The control word carries its request.
         if not self.runtime.is_main:
             return False
@@ -224,7 +216,7 @@ class CheckpointManager:
         return is_time or self.pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
+        """Return whether these metrics are better than all checkpoints' metrics, by `checkpoint.best`. Collective.
 
         All ranks get the same answer, because rank 0 alone looks at the checkpoints.
         """
@@ -246,16 +238,21 @@ class CheckpointManager:
         except OSError:
             return None
 
-        in_flight = self.pending.save
-        all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
-        scores = [score(self.config.checkpoint, metrics) for metrics in all_metrics]
+        scores = [score(self.config.checkpoint, metrics) for metrics in (*saved.values(), self.pending.metrics)]
         return max((found for found in scores if found is not None), default=-math.inf)
+
+    # ---- rewinding ----
+
+    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> None:
+        """Rewind to the last checkpoint, as `Rewinder.rewind` says. Collective."""
+        self.rewinder.rewind(result, span)
+        self._last_time = time.monotonic()
 
     # ---- saving ----
 
     def prepare(self) -> None:
-        """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
-        self._saver.prepare(self.state.shards_of(self.state.capture_tensors().tensors, self.runtime))
+        """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
+        self._saver.prepare(self.state.shards_of(self.state.capture_tensors(), self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `step` steps, and write it in the background while training continues. Collective.
@@ -287,7 +284,7 @@ class CheckpointManager:
     # ---- at the end ----
 
     def best(self) -> BestCheckpoint | None:
-        """Return the best committed checkpoint by `checkpoint.best`. Local; raises OSError if it cannot look now."""
+        """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if they cannot be read now."""
         return best_checkpoint(self._context.metrics, self.config.checkpoint)
 
     def last_location(self) -> str | None:

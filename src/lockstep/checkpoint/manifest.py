@@ -7,9 +7,9 @@
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
+    state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture`)
     state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
-    state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
+    state.upcoming, stepper           a digest of the samples that come next, and the counters (`RunState.capture`)
     has_metrics                       true if the step was evaluated before the save (`commit`), or left out
 
 A run that resumes reads them in `Resumer.load` and `RunState.restore`; the properties of `Manifest` give single values
@@ -32,7 +32,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 FORMAT = 5
 
 
-# How the names of the model's tensors begin, and those of the averages of its parameters: model.NAME, ema.NAME.
+# How the names of the model's tensors begin, and the names of the averages of its parameters: model.NAME, ema.NAME.
 MODEL = "model"
 EMA = "ema"
 
@@ -73,7 +73,7 @@ DTYPES = {
     "F64": Dtype("float64", 8),
 }
 
-# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `encoding.pack` writes them.
+# The numbers that strict JSON lacks, by their text in {"$float": TEXT} (`float_to_json`).
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -85,8 +85,8 @@ class InvalidCheckpoint(Exception):
     file: str
     why: str
 
-    label: ClassVar[str]  # the problem in a table
-    predicate: ClassVar[str]  # and in a sentence, whose subject is the checkpoint
+    label: ClassVar[str]  # names the problem in a table
+    predicate: ClassVar[str]  # states the problem in a sentence, after the name of the checkpoint
 
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
@@ -97,7 +97,7 @@ class InvalidCheckpoint(Exception):
 
 
 class Damaged(InvalidCheckpoint):
-    """The bytes are not those that were written."""
+    """The bytes have changed since they were written."""
 
     label = "damaged"
     predicate = "is damaged"
@@ -160,7 +160,7 @@ def byte_count(shape: Iterable[int], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`. Except `digest`, the fields have the names that they have in the file."""
+    """The contents of `manifest.json`. The fields have the same names in the file, which has no `digest` among them."""
 
     step: int
     time: float  # seconds since 1970
@@ -195,7 +195,7 @@ class Manifest:
 
     @property
     def has_metrics(self) -> bool:
-        """Whether the checkpoint was saved with metrics. Those of a later evaluation are not known here."""
+        """Whether the checkpoint was saved with metrics. A later evaluation does not change the manifest."""
         return self.values.get("has_metrics") is True
 
     def state_of(self, name: str) -> dict[str, Any]:
@@ -240,8 +240,13 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     }
 
 
+def float_to_json(value: float) -> Any:
+    """Return a number as strict JSON, which has no NaN and no infinity."""
+    return value if math.isfinite(value) else {"$float": repr(float(value))}
+
+
 def float_of(value: Any) -> Any:
-    """Return the number that {"$float": TEXT} encodes, and any other `value` as it is."""
+    """Undo `float_to_json`. Return a value that is no number as it is."""
     if isinstance(value, dict) and "$float" in value:
         return FLOATS[value["$float"]]
 

@@ -1,9 +1,9 @@
 """Read the manifest of a checkpoint, and check every field before it is used.
 
 A manifest is not trusted: a checkpoint may have been downloaded, or may be in another user's folder. The digest shows
-that a disk has changed the manifest, but it has no key, so anyone can write one that is valid. Therefore every field is
-checked: a manifest cannot name a file outside its folder, leave elements of a tensor undefined, or claim more memory
-than its files have bytes. Any error raises `InvalidCheckpoint` and no other exception.
+whether a disk has changed the manifest, but it has no key, so anyone can write a manifest with a valid digest.
+Therefore every field is checked: a manifest cannot name a file outside its folder, leave elements of a tensor
+undefined, or claim more memory than its files have bytes. Any error raises `InvalidCheckpoint` and no other exception.
 
 This module does not import torch.
 """
@@ -66,13 +66,13 @@ def as_invalid(checkpoint: Checkpoint, file: str) -> Iterator[None]:
     except FileNotFoundError:
         raise Damaged(checkpoint, file, "missing") from None
     except OSError as error:
-        # EINVAL: not a regular file. After any other error, the bytes may still be the ones that were written.
+        # EINVAL: not a regular file. After any other error, the bytes may still be intact.
         kind = {errno.EINVAL: Damaged, errno.EACCES: Forbidden}.get(error.errno or 0, Unreadable)
         raise kind(checkpoint, file, f"cannot be read: {error.strerror or error}") from None
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
-    """Read and check the manifest of a checkpoint. Raises InvalidCheckpoint."""
+    """Read and check the manifest of a checkpoint. Raise InvalidCheckpoint."""
     with open_file(checkpoint, MANIFEST) as stream:
         data = stream.read(_MAX_MANIFEST_BYTES + 1)
 
@@ -167,7 +167,7 @@ def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
 
 
 def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
-    """Return a shape or an offset, if it is one that torch could have. `field` names it, `what` is its owner."""
+    """Return a shape or an offset, if torch could have it. `field` is its name, and `what` its owner, for the error."""
     if len(value) > 64:
         raise ValueError(f"{what}: {field} has too many dimensions")
 
@@ -179,7 +179,7 @@ def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
 
 
 def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
-    """Return the value if it is of this type, and if a count is within bounds. Raises ValueError."""
+    """Return the value if it is of this type, and if a count is within bounds. Raise ValueError."""
     # `type`, not `isinstance`: True must not pass as 1.
     if type(value) is not kind or (kind is int and not 0 <= value <= _MAX_BYTES):
         where = f"{what}: {field}" if field else what
@@ -250,7 +250,7 @@ def _tensor(name: str, item: Any, files: set[str]) -> TensorEntry:
     dtype = fields["dtype"]
     require(dtype in DTYPES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
-    # Count a dimension of 0 as 1: torch multiplies the others too, and could overflow.
+    # Count a dimension of 0 as 1: torch multiplies the other dimensions too, and could overflow.
     shape = check_counts(fields["shape"], what, "shape")
     require(byte_count((max(length, 1) for length in shape), dtype) <= _MAX_BYTES, f"{what} would be too large")
 

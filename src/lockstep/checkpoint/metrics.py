@@ -1,20 +1,27 @@
 """The metrics of checkpoints, by which `checkpoint.best` compares them.
 
 They are in a small file beside the manifest, `metrics.json`: an evaluation may come after the save, and a run saves no
-step twice only to add its results. The file is replaced in one piece, and holds its own digest. A step without it was
-not evaluated, unless its manifest says that it was saved with metrics. This module does not import torch.
+step twice only to add its results. The file is replaced in one piece, and holds its own digest. A step without
+the file was not evaluated, unless the manifest says that it was saved with metrics. This module does not import torch.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Manifest, Unreadable, canonical, float_of
+from lockstep.checkpoint.manifest import (
+    Damaged,
+    InvalidCheckpoint,
+    Manifest,
+    Unreadable,
+    canonical,
+    float_of,
+    float_to_json,
+)
 from lockstep.checkpoint.manifest_reader import (
     as_invalid,
     check_fields,
@@ -23,10 +30,9 @@ from lockstep.checkpoint.manifest_reader import (
     read_manifest,
     require,
 )
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed
-from lockstep.run_folder.checkpoint_names import METRICS
+from lockstep.run_folder.checkpoint_names import STEP_METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.
 _MAX_BYTES = 2**24
@@ -36,30 +42,29 @@ _MAX_BYTES = 2**24
 
 
 def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation into the folder of a checkpoint. Raises OSError."""
-    # Strict JSON has no NaN: such numbers are encoded as in a manifest.
-    encoded = {name: value if math.isfinite(value) else {"$float": repr(value)} for name, value in metrics.items()}
+    """Write the metrics of an evaluation into the folder of a checkpoint. Raise OSError."""
+    encoded = {name: float_to_json(value) for name, value in metrics.items()}
     content = canonical({"metrics": encoded, "digest": _digest(encoded)})
-    checkpoint.storage.replace(f"{checkpoint.name}/{METRICS}", content, durable=True)
+    checkpoint.storage.replace(f"{checkpoint.name}/{STEP_METRICS}", content, durable=True)
 
 
 def metrics_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
     """Return the metrics of a checkpoint with this manifest, which may show that they are lost.
 
-    Raises InvalidCheckpoint.
+    Raise InvalidCheckpoint.
     """
     metrics = read_metrics(checkpoint)
     if manifest.has_metrics and not metrics:
-        raise Damaged(checkpoint, METRICS, "missing")
+        raise Damaged(checkpoint, STEP_METRICS, "missing")
 
     return metrics
 
 
 def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the metrics in the file; {} if there is no file. Raises InvalidCheckpoint."""
-    with as_invalid(checkpoint, METRICS):
+    """Return the metrics in the file; {} if there is no file. Raise InvalidCheckpoint."""
+    with as_invalid(checkpoint, STEP_METRICS):
         try:
-            with checkpoint.open(METRICS) as stream:
+            with checkpoint.open(STEP_METRICS) as stream:
                 data = stream.read(_MAX_BYTES + 1)
         except FileNotFoundError:
             return {}
@@ -68,12 +73,12 @@ def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
         require(len(data) <= _MAX_BYTES, f"more than {_MAX_BYTES:,} bytes")
         return _decode(data)
     except (ValueError, RecursionError) as error:
-        raise Damaged(checkpoint, METRICS, str(error)[:300] or "nested too deep") from None
+        raise Damaged(checkpoint, STEP_METRICS, str(error)[:300] or "nested too deep") from None
 
 
 def _decode(data: bytes) -> dict[str, float]:
     """Parse the contents of the file. Raise ValueError if they are invalid in any way."""
-    fields = check_fields(parse_json(data), METRICS, metrics=dict, digest=str)
+    fields = check_fields(parse_json(data), STEP_METRICS, metrics=dict, digest=str)
     encoded = fields["metrics"]
     require(fields["digest"] == _digest(encoded), "the digest does not match the contents")
 
@@ -102,13 +107,13 @@ class CheckpointMetrics:
         self._lock = threading.Lock()
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of a checkpoint that was just committed. It may replace another one of the same step."""
+        """Record the metrics of a checkpoint that was just committed, in place of an earlier one of its step."""
         with self._lock:
             self._by_step[step] = metrics
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a later evaluation into a committed checkpoint. Raises OSError."""
-        # Somebody may have deleted it: then there is nothing to add to.
+        """Write the metrics of a later evaluation into a committed checkpoint. Raise OSError."""
+        # Somebody may have deleted the checkpoint.
         checkpoint = Checkpoint.of(self.storage, step)
         if checkpoint.exists():
             write_metrics(checkpoint, metrics)
@@ -122,7 +127,7 @@ class CheckpointMetrics:
         """
         with self._lock:
             # Other processes delete checkpoints too, such as `lockstep ckpt prune`.
-            checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(self.storage)}
+            checkpoints = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(self.storage)}
             self._by_step = {step: known for step, known in self._by_step.items() if step in checkpoints}
 
             for step in checkpoints.keys() - self._by_step.keys():
@@ -134,7 +139,7 @@ class CheckpointMetrics:
 def _read_or_empty(checkpoint: Checkpoint) -> Mapping[str, float]:
     """Return the metrics of a checkpoint; {} if they or the manifest are damaged, or the manifest has another format.
 
-    Then only its age decides whether it is kept: the best must be one that can be loaded.
+    Then only its age decides whether it is kept, because the best checkpoint must be one that can be loaded.
     """
     try:
         metrics = read_metrics(checkpoint)

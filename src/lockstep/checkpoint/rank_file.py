@@ -17,7 +17,7 @@ from lockstep.checkpoint.storage.files import PAGE
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a file, as the file's header describes it."""
+    """One tensor of a file, as the header describes it."""
 
     dtype: str
     shape: tuple[int, ...]

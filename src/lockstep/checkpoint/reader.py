@@ -15,7 +15,7 @@ from lockstep.checkpoint.rank_file import locate, read_header
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
 
-# How many files a reader keeps open. A rank may need those of thousands of ranks, and a process may not open so many.
+# How many files a reader keeps open. A rank may need the files of thousands of ranks: more than a process may open.
 MAX_OPEN_FILES = 64
 
 
@@ -41,11 +41,11 @@ class CheckpointReader:
         self._kept_open: dict[str, io.BufferedIOBase] | None = None  # by name; None outside of `keeping_open`
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, those of tied ones included."""
+        """Return the names of all tensors, including every name of a tied tensor."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     def weight_names(self) -> list[str]:
-        """Return the names of the model's tensors, as the model calls them; `weight_name` gives the ones used here."""
+        """Return the names that the model has for its tensors; `weight_name` returns the names in the checkpoint."""
         prefix = weight_name("")
         return [name.removeprefix(prefix) for name in self.names() if name.startswith(prefix)]
 
@@ -146,7 +146,7 @@ class CheckpointReader:
 
     @contextmanager
     def _open(self, file: str) -> Iterator[io.BufferedIOBase]:
-        """Open a file, or take one that is kept open. Raises InvalidCheckpoint."""
+        """Open a file, or use it again if it is kept open. Raise InvalidCheckpoint."""
         kept_open = self._kept_open
         if kept_open is None:
             with open_file(self.checkpoint, file) as stream:
@@ -172,11 +172,11 @@ class CheckpointReader:
         streams.clear()
 
     def _locate(self, name: str, piece: Piece) -> int:
-        """Return the position of a piece of a tensor in its file. Raises Damaged."""
+        """Return the position of a piece of a tensor in its file. Raise Damaged if the file does not hold it."""
         return locate(self.checkpoint, self._header(piece.file), name, piece, self.manifest.tensors[name].dtype)
 
     def _entry(self, name: str) -> TensorEntry:
-        """Return the entry of a tensor, under any of its names. Raises KeyError."""
+        """Return the entry of a tensor by any of its names. Raise KeyError if there is none."""
         try:
             return self.manifest.tensors[self.stored_name(name)]
         except KeyError:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.transitions import committed, delete_checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
+from lockstep.checkpoint.storage.transitions import delete_checkpoint
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import folder_name
@@ -23,7 +23,7 @@ RETENTION_KEYS = ("keep", "keep_every", "best", "best_mode")
 
 
 def saved_retention(settings: Mapping[str, str]) -> CheckpointConfig:
-    """Return which checkpoints a run keeps that has saved these settings (`Manifest.settings`)."""
+    """Return which checkpoints a run with these settings keeps (`Manifest.settings`)."""
     names = [name for name in RETENTION_KEYS if f"checkpoint.{name}" in settings]
     values = {name: yaml_dialect.word(settings[f"checkpoint.{name}"]) for name in names}
 
@@ -35,7 +35,7 @@ def saved_retention(settings: Mapping[str, str]) -> CheckpointConfig:
 
 
 def score(config: CheckpointConfig, metrics: Mapping[str, Any]) -> float | None:
-    """Return a number that is larger for better metrics by `config.best`; None if there is none, or it is NaN."""
+    """Return a number that is larger for better metrics, by `config.best`; None if the metric is missing or NaN."""
     value = metrics.get(config.best) if config.best is not None else None
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         return None
@@ -70,12 +70,12 @@ def best_step(metrics: Mapping[int, Mapping[str, Any]], config: CheckpointConfig
 
 
 def apply_retention(known: CheckpointMetrics, config: CheckpointConfig, token: str) -> None:
-    """Delete the checkpoints that are not kept by `config`. Raises the errors of `CheckpointMetrics.by_step`."""
+    """Delete the checkpoints that `config` does not keep. Raise the errors of `CheckpointMetrics.by_step`."""
     # Metrics are read only if the best checkpoint is kept.
     if config.best:
         metrics = known.by_step()
     else:
-        metrics = {checkpoint.step: {} for checkpoint in committed(known.storage)}
+        metrics = {checkpoint.step: {} for checkpoint in list_checkpoints(known.storage)}
 
     for step in steps_to_delete(metrics, config):
         delete_checkpoint(known.storage, folder_name(step), token)
@@ -92,7 +92,7 @@ class BestCheckpoint(NamedTuple):
 def best_checkpoint(known: CheckpointMetrics, config: CheckpointConfig) -> BestCheckpoint | None:
     """Return the committed checkpoint that is best by `config.best`; None if none has a value.
 
-    Raises the errors of `CheckpointMetrics.by_step`.
+    Raise the errors of `CheckpointMetrics.by_step`.
     """
     if config.best is None:
         return None

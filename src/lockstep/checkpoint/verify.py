@@ -83,7 +83,7 @@ def verify_file(checkpoint: Checkpoint, file: File, beat: Callable[[], None]) ->
 
 
 def deleted(checkpoint: Checkpoint) -> UserError:
-    """Return the error for a checkpoint that was deleted before all of it was read. That is no damage."""
+    """Return the error for a checkpoint that was deleted before all of it was read, and is not damaged."""
     return UserError(
         f"the checkpoint {checkpoint.path} is missing: it was deleted, perhaps by its run, which keeps only some",
         "",

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
-from lockstep.checkpoint.loading.search import newest_valid
+from lockstep.checkpoint.loading.search import Readers, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
@@ -173,7 +173,14 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     def set_later_aside() -> None:
         set_aside_later(storage, step)
 
-    context = SaveContext(storage, 0, 1, token, CheckpointConfig(keep=3), set_later_aside)
+    context = SaveContext(
+        storage=storage,
+        rank=0,
+        world_size=1,
+        token=token,
+        checkpoint_config=CheckpointConfig(keep=3),
+        on_commit=set_later_aside,
+    )
 
     # One rank writes everything, in this thread: the state is the same on all ranks.
     captured = state.capture()
@@ -313,7 +320,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
 
         # A save of the same step may have been killed when it was about to replace the checkpoint.
         put_back_replaced(storage)
-        reader = newest_valid(storage, 0, 1, lambda value: [value], only)
+        reader = newest_valid(storage, Readers.alone(), only)
 
         if reader is None:
             raise UserError(

@@ -17,8 +17,8 @@ from lockstep.checkpoint.state.tensor_names import aliases_in, frozen_names, is_
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
 from lockstep.errors import Preempted, UserError
+from lockstep.observe.head import write_summary
 from lockstep.observe.report import write_report
-from lockstep.observe.run_folder import write_summary
 from lockstep.observe.weights import save_weights
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver

@@ -38,9 +38,9 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError, plural
 from lockstep.observe.recorder import Recorder
-from lockstep.observe.run_folder import RunFolder
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
+from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.context import Runtime
 from lockstep.start_check import check as start_check
 from lockstep.start_check.data import take_and_compare
@@ -237,7 +237,7 @@ class Run:
         """Put requests that this rank's clock makes due, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
         save_failed = self.checkpoints.pending.poll()
-        save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
+        save = self.checkpoints.wants_save() or self.runtime.notice.asks_for_save()
         evaluate = False
 
         # The clocks of the ranks differ, so rank 0 decides, and the others follow.
@@ -306,7 +306,7 @@ class Run:
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcome_handler.rewind_after = None
-        self.checkpoints.rewinder.rewind(skipped.result, skipped.span)
+        self.checkpoints.rewind(skipped.result, skipped.span)
         self.log.interval.restart_clock()
 
     def check_replicas(self) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import api, targets
 from lockstep.checkpoint.choose import choose, no_choice
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
@@ -112,7 +112,7 @@ def _weights(request: EvaluateRequest, meant: RunPath) -> Path:
     if (
         not request.best
         and request.step is None
-        and not committed(CheckpointStorage(meant.checkpoints))
+        and not list_checkpoints(CheckpointStorage(meant.checkpoints))
         and final.exists()
     ):
         return final

@@ -1,7 +1,7 @@
 """Files that several processes read and write.
 
 Other processes may be killed at any moment, and a file may have been put there by anyone. So a file appears complete or
-not at all, only regular files are read, and one that cannot be read may count as empty.
+not at all, only regular files are read, and a file that cannot be read may count as empty.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ LARGEST = 2**30
 
 @contextmanager
 def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
-    """Yield a draft to write to, then rename it to `path`, so that no process reads half a file.
+    """Yield a temporary path to write to, then rename it to `path`, so that no process reads half a file.
 
-    An error removes the draft.
+    After an error the temporary file is removed.
     """
     # Processes that may write the same file at once need different suffixes.
-    draft = path.with_name(f".{path.name}.{suffix}")
+    temporary = path.with_name(f".{path.name}.{suffix}")
     try:
-        # A draft may be left by a process that was killed, or be a link, which must not be written through.
-        draft.unlink(missing_ok=True)
-        yield draft
-        os.replace(draft, path)
-    except BaseException:  # Ctrl-C as well: no draft may stay behind
-        draft.unlink(missing_ok=True)
+        # A process that was killed may have left such a file, or it is a link, which must not be written through.
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C as well: no temporary file may stay behind
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def write(path: Path, text: str) -> None:
     """Write a text file that appears complete or not at all."""
     # Several ranks may write at once.
-    with replacing(path, f"{secrets.token_hex(4)}.tmp") as draft:
-        draft.write_text(text)
+    with replacing(path, f"{secrets.token_hex(4)}.tmp") as temporary:
+        temporary.write_text(text)
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading. Raises OSError for a pipe or a device, which might wait, or go on, forever."""
+    """Open a file for reading. Raise OSError for a pipe or a device, which might wait, or go on, forever."""
     # O_NONBLOCK: opening a pipe must not wait for a writer. For a regular file it means nothing.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -56,7 +56,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
-    """Return the contents of a regular file. Raises OSError if it is anything else, or larger than `most`."""
+    """Return the contents of a regular file. Raise OSError if it is anything else, or larger than `most`."""
     with open_regular(path) as file:
         data = file.read(most + 1)
 

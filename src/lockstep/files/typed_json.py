@@ -15,7 +15,7 @@ DEEPEST = 50
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON, and for JSON that is nested too deep to walk through."""
+    """Parse JSON. Raise ValueError for invalid JSON, and for JSON that is nested too deep to walk through."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -25,7 +25,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def not_too_deep(value: Any) -> Any:
-    """Return the value. Raises ValueError if its dicts and lists are nested deeper than DEEPEST."""
+    """Return the value. Raise ValueError if its dicts and lists are nested deeper than DEEPEST."""
     # Level by level, without recursion, which deep nesting would exhaust.
     level = [value]
 
@@ -49,7 +49,7 @@ def parse(kind: Any, value: Any) -> Any:
 
     A kind is a dataclass, a list, a dict, a plain type, a `Literal` of plain values, a `StrEnum`, or one of these
     `| None`.
-    Raises ValueError for a wrong type, an unknown field, or a missing field that has no default.
+    Raise ValueError for a wrong type, an unknown field, or a missing field that has no default.
     """
     base, arguments, has_fields = _taken_apart(kind)
     if base is Literal:
@@ -58,7 +58,7 @@ def parse(kind: Any, value: Any) -> Any:
 
         return value
 
-    # `kind | None`: the only kind of union. That of a `Literal` is typing's own.
+    # `kind | None`: the only kind of union. The union of a `Literal` is typing's own.
     if base in (UnionType, Union):
         return None if value is None else parse(arguments[0], value)
 
@@ -94,7 +94,7 @@ def encode_kind(value: Any) -> str:
 
 
 def parse_kind(kinds: Mapping[str, type], text: str | bytes) -> Any:
-    """Return the dataclass that `encode_kind` has encoded; `kinds` are those that are accepted. Raises ValueError."""
+    """Return the dataclass that `encode_kind` has encoded, if it is one of `kinds`. Raise ValueError if it is not."""
     values: Any = json.loads(text)
     kind = kinds.get(str(values.pop("kind", None))) if isinstance(values, dict) else None
     if kind is None:

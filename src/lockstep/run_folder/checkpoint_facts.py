@@ -1,4 +1,4 @@
-"""What the checkpoints of a run show from outside: which is the newest, and whether a commit is near.
+"""What the folder of a run's checkpoints shows: which checkpoint is the newest, and whether a commit is near.
 
 Their contents are not verified; `checkpoint.loading.search` does that. This module imports no torch: the launcher uses
 it while the ranks train.
@@ -20,7 +20,7 @@ from lockstep.run_folder.names import GOING_BACK
 class CheckpointFacts:
     """What the checkpoints of a run showed at one moment."""
 
-    # The step of the newest committed checkpoint; while a run goes back to an earlier one, the step of that one.
+    # The step of the newest committed checkpoint; while a run goes back to an earlier checkpoint, its step.
     newest_step: int | None = None
 
     # How many ranks have confirmed each uncommitted save, and whether one of these saves has its manifest.
@@ -33,13 +33,13 @@ class CheckpointFacts:
 
 
 def read_checkpoint_facts(checkpoints: Path) -> CheckpointFacts:
-    """Look at the checkpoints of a run. Raises OSError if that is not possible: then nothing is known about them."""
+    """Look at the checkpoints of a run. Raise OSError if they cannot be listed: then nothing is known."""
     names = folders_in(checkpoints)
     confirmed = set()
     has_manifest = False
 
     for name in filter(is_draft, names):
-        # It may be renamed at this moment.
+        # The folder may be renamed at this moment.
         with suppress(FileNotFoundError):
             inside = os.listdir(checkpoints / name)
             confirmed.add(sum(map(is_confirmation, inside)))
@@ -49,8 +49,8 @@ def read_checkpoint_facts(checkpoints: Path) -> CheckpointFacts:
     return CheckpointFacts(step_in(newest) if newest else None, frozenset(confirmed), has_manifest)
 
 
-def latest(checkpoints: Path) -> Path | None:
-    """Return the newest committed checkpoint, or None; while a run goes back to an earlier one, that one."""
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """Return the newest committed checkpoint, or None; while a run goes back to an earlier one, the earlier one."""
     with suppress(OSError):
         newest = _newest_of(checkpoints, folders_in(checkpoints))
         return checkpoints / newest if newest else None
@@ -58,13 +58,8 @@ def latest(checkpoints: Path) -> Path | None:
     return None
 
 
-def latest_step(checkpoints: Path) -> int | None:
-    checkpoint = latest(checkpoints)
-    return step_in(checkpoint.name) if checkpoint else None
-
-
 def folders_in(checkpoints: Path) -> list[str]:
-    """Return the names of the folders in RUN/checkpoints, in any order. Raises OSError if they cannot be listed."""
+    """Return the names of the folders in RUN/checkpoints, in any order. Raise OSError if they cannot be listed."""
     # Before the first save there is no such folder. Any other error must not look as if there were no checkpoints.
     # One scandir, because a stat call for each of 200,000 entries would take a second.
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(checkpoints) as entries:

@@ -17,12 +17,12 @@ from lockstep.user_classes import CLASS_NAME
 MANIFEST = "manifest.json"
 
 # A file with the metrics of a step that was evaluated.
-METRICS = "metrics.json"
+STEP_METRICS = "metrics.json"
 
 # How the names of files with tensors end. All other files are small.
 TENSOR_SUFFIX = ".safetensors"
 
-# These files are next to the checkpoints: one names the newest, and one has the token of the only attempt allowed to
+# Two files next to the checkpoints: `latest` names the newest, and `owner` has the token of the only attempt that may
 # commit.
 LATEST = "latest"
 OWNER = "owner"
@@ -30,14 +30,14 @@ OWNER = "owner"
 _COMMITTED = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 _SET_ASIDE = re.compile(r"step-\d{8,18}\.(damaged|rewound)\d*")
 _REPLACED = ".replaced"
-_TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
+_OF_ATTEMPT = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
 _CONFIRMATION = re.compile(r"rank-\d+\.json")
 _OBJECT = re.compile(
     rf"([a-z0-9+]+|{CLASS_NAME})://[^\s:*?]+/step-\d{{8,18}}/rank-\d{{5,}}-[0-9a-f]{{16}}\.safetensors"
 )
 
-# How the last part of a temporary name begins if the folder is an old checkpoint that is being deleted. Otherwise it
-# is a draft: a save that is not committed yet.
+# How the last part of an attempt's name begins if the folder is an old checkpoint that is being deleted. Otherwise the
+# folder is a draft: a save that is not committed yet.
 _DELETING = "gone"
 
 
@@ -56,7 +56,7 @@ def step_in(name: str) -> int | None:
 
 
 def committed_names(folders: Iterable[str]) -> list[str]:
-    """Return the names of committed checkpoints among those of `folders`, the newest first."""
+    """Return the names of committed checkpoints among the names of `folders`, the newest first."""
     steps = {step: name for name in folders if (step := step_in(name)) is not None}
     return [steps[step] for step in sorted(steps, reverse=True)]
 
@@ -77,7 +77,7 @@ def is_set_aside(name: str) -> bool:
 
 
 def name_replaced(name: str) -> str:
-    """Return the name of a checkpoint from the moment when another one of its step takes its place."""
+    """Return the name that a checkpoint gets when another checkpoint of its step is about to take its place."""
     return f"{name}{_REPLACED}"
 
 
@@ -87,7 +87,7 @@ def name_before_replaced(name: str) -> str | None:
     return before if before != name and step_in(before) is not None else None
 
 
-# ---- temporary names: drafts, and checkpoints that are being deleted ----
+# ---- names of attempts: of their drafts, and of the checkpoints that they delete ----
 
 
 def draft_name(step: int, token: str, number: int) -> str:
@@ -104,7 +104,7 @@ def name_to_delete(name: str, token: str) -> str:
 
 def token_in(name: str) -> str | None:
     """Return the token of the attempt that writes or deletes this folder; None if it is not such a folder."""
-    match = _TEMPORARY.fullmatch(name)
+    match = _OF_ATTEMPT.fullmatch(name)
     return match[1] if match else None
 
 
@@ -115,7 +115,7 @@ def is_draft(name: str) -> bool:
 
 def is_half_deleted(name: str) -> bool:
     """Return whether a folder is a checkpoint that is being deleted, or could not be deleted as a whole."""
-    match = _TEMPORARY.fullmatch(name)
+    match = _OF_ATTEMPT.fullmatch(name)
     return match is not None and (match[2] or "").startswith(f"-{_DELETING}")
 
 

@@ -64,7 +64,7 @@ def _hold_file(path: Path, timeout: float, holder: str) -> IO[str] | None:
 
 
 def _name_in(path: Path) -> str:
-    """Return the process that a lock names, in parentheses; "" if it names none."""
+    """Return the process that a lock names, in parentheses, for a message; "" if it names none."""
     host, _, pid = files.read(path, most=300).strip().partition(" ")
     return f" (process {pid} on {host})" if pid else ""
 
@@ -139,8 +139,7 @@ def has_launcher(run: Path) -> bool:
 def is_running(run: Path) -> bool | None:
     """Return whether a process holds the folder: a launcher or rank 0. None if that cannot be known.
 
-    It writes nothing. It must not be called in a process that holds the folder itself: closing the file would release
-    that lock.
+    It writes nothing. A process that holds the folder itself must not call it: closing the file would release the lock.
     """
     held = [_is_held(run / name) for name in (LOCK, LAUNCHER_LOCK)]
     if True in held:
@@ -167,7 +166,7 @@ def _is_held(path: Path) -> bool | None:
 
 @contextmanager
 def hold_idle(run: Path) -> Iterator[None]:
-    """Hold a folder in which nothing runs, so that no run begins there meanwhile. Raises a UserError if one runs.
+    """Hold a folder in which nothing runs, so that no run begins there meanwhile. Raise a UserError if one runs.
 
     Unlike `hold` it does not wait, and creates nothing but the two lock files.
     """

@@ -1,4 +1,4 @@
-"""The names of what Lockstep writes into the folder of a run. `checkpoint_names.py` has those in RUN/checkpoints."""
+"""The names of what Lockstep writes into a run's folder. `checkpoint_names.py` has the names in RUN/checkpoints."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ _BEGINNINGS = {pattern.partition(".")[0] for pattern in WRITTEN}
 
 
 def is_written(name: str) -> bool:
-    """Return whether Lockstep writes to this name, or a sink to one like it: metrics.csv. Hidden ones are its own."""
+    """Return whether Lockstep writes to this name, or a sink to a similar one, such as metrics.csv."""
     return name.partition(".")[0] in _BEGINNINGS

@@ -12,7 +12,7 @@ from lockstep.run_folder.names import LOCK, RESIZE_REQUEST
 
 
 def ask_for_size(run_dir: Path, count: int) -> None:
-    """Leave a file in `run` that asks its launcher to continue with `count` processes."""
+    """Leave a file in `run_dir` that asks its launcher to continue with `count` processes."""
     asked = f"lockstep resize {run_dir} {count}"
     if not (run_dir / LOCK).exists():
         raise UserError(
@@ -57,7 +57,7 @@ def take_request(run_dir: Path) -> str | None:
 
 def size_in(text: str) -> int | None:
     """Return the number of processes that a request asks for; None if it holds no number."""
-    # The file may hold anything: `echo` in a shell writes it as well.
+    # The file may hold anything: people may write it with `echo`.
     return int(text) if text.isascii() and text.isdigit() else None
 
 

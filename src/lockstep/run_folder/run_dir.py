@@ -38,7 +38,7 @@ from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTART
 # The largest settings or plan file of a run, in bytes.
 LARGEST_SETTINGS = 2**26
 
-# The folders in which a run writes, and to which names there. What is in ASSETS is the task's own.
+# The folders in which a run writes, and to which names there. The contents of ASSETS belong to the task.
 WRITTEN_IN: dict[str, Callable[[str], bool]] = {
     "": is_written,
     **dict.fromkeys((LOGS, SAMPLES, PROFILE), lambda name: True),
@@ -47,7 +47,7 @@ WRITTEN_IN: dict[str, Callable[[str], bool]] = {
 
 
 def new_run_dir(name: str, make: bool = False, parent: Path = Path("runs")) -> Path:
-    """Return a folder that does not exist yet: runs/NAME-TIME. With `make` it is made: another start cannot get it."""
+    """Return a folder that does not exist yet, runs/NAME-TIME. `make`: make it, so that no other start gets it."""
     first = parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     for path in itertools.chain([first], others):
@@ -70,7 +70,7 @@ def new_run_dir(name: str, make: bool = False, parent: Path = Path("runs")) -> P
 
 
 def choose_run_dir(asked: str | None, resume: str, name: str, make: bool = True) -> Path:
-    """Return the run folder: the one that was asked for, that of the run that is resumed, or a new one.
+    """Return the run folder: the folder that was asked for, the folder of the resumed run, or a new folder.
 
     `make`: a new folder is made at once, so that several runs that start in the same second get different ones.
     """
@@ -170,7 +170,7 @@ def not_writable(run_dir: Path, error: OSError) -> UserError:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a .yaml or .json file of a run. Raises OSError or ValueError if it holds anything else."""
+    """Return the mapping in a .yaml or .json file of a run. Raise OSError or ValueError if it holds anything else."""
     text = files.read_bytes(path, most=LARGEST_SETTINGS).decode()
     try:
         values = typed_json.load_json(text) if path.suffix == ".json" else yaml_dialect.load(text, aliases=False)
@@ -184,7 +184,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def stored(run_dir: Path, name: str) -> dict[str, Any]:
-    """Return the mapping in the file `name` of a run, {} without such a file. Raises a UserError if it is not valid."""
+    """Return the mapping in the file `name` of a run, {} without such a file. Raise a UserError if it is not valid."""
     try:
         return read_mapping(run_dir / name)
     except FileNotFoundError:

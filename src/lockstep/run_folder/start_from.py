@@ -27,7 +27,7 @@ class StartFrom:
 
     @property
     def goes_back_to(self) -> str | None:
-        """The name of the checkpoint of this run to which it goes back, perhaps step-N.rewound; None if to none."""
+        """The name of the checkpoint to which the run goes back, perhaps step-N.rewound; None: to none."""
         return Path(self.named).resolve().name if self.named and self.goes_back else None
 
     def will_load(self, has_checkpoint: bool) -> bool:
@@ -52,10 +52,13 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
     # The user's code may change the working folder before the checkpoint is read.
     named = Path(resume)
     full_path = str(named.absolute())
-    goes_back = attempt == 0 or going_back_mark(run_dir).exists()
 
-    # By now `checkpoint.keep` may have had it deleted. It is needed only as long as this run has saved nothing.
-    if not goes_back and not named.exists():
+    # The first attempt goes back if a checkpoint of this run is named, and a restart only while the mark is there.
+    may_go_back = attempt == 0 or going_back_mark(run_dir).exists()
+
+    # `checkpoint.keep` may have deleted the named checkpoint by now. A restart needs it only if this run has saved
+    # nothing.
+    if not may_go_back and not named.exists():
         return StartFrom(newest=True, named=full_path)
 
     in_this_run = run_of(named).resolve() == run_dir.resolve()
@@ -63,7 +66,7 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
         return StartFrom(newest=True)
 
     # If the attempt before this one died before it could set the later checkpoints aside, they are still the newest.
-    if in_this_run and goes_back:
+    if in_this_run and may_go_back:
         return StartFrom(named=full_path, goes_back=True)
 
     # A restart goes on from what this run has saved since.
@@ -77,7 +80,7 @@ def going_back_mark(run_dir: Path) -> Path:
 
 @contextmanager
 def hold_for_new_job(run_dir: Path, goes_back_to: str | None) -> Iterator[None]:
-    """Hold the folder for a job that begins there: nothing that an earlier job has left counts for it."""
+    """Hold the folder for a new job, for which nothing counts that an earlier job has left there."""
     # The lock comes first: it raises if another job holds the folder, whose files must stay.
     with hold(run_dir):
         remove_old_requests(run_dir)
@@ -88,7 +91,8 @@ def hold_for_new_job(run_dir: Path, goes_back_to: str | None) -> Iterator[None]:
 def mark_going_back(run_dir: Path, checkpoint: str | None) -> None:
     """Have a job go back to the checkpoint of this name, in each of its attempts, until `RunFolder.end_going_back`.
 
-    The launcher announces this checkpoint meanwhile. None: the job goes back to none, whatever an earlier one did.
+    The launcher announces this checkpoint meanwhile. None: the job goes back to no checkpoint, whatever an earlier job
+    did.
     """
     mark = going_back_mark(run_dir)
     if checkpoint is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.loading.search import Gather, newest_valid
+from lockstep.checkpoint.loading.search import Gather, Readers, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
@@ -118,13 +118,8 @@ def is_committed(save: Save) -> bool:
     return isinstance(save.outcome, Committed)
 
 
-def alone(value: Any) -> list[Any]:
-    """Gather in a world of one rank."""
-    return [value]
-
-
 def load(place: Path | CheckpointStorage) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
-    reader = newest_valid(as_storage(place), 0, 1, alone)
+    reader = newest_valid(as_storage(place), Readers.alone())
     assert reader is not None
     return reader, {name: reader.read(name) for name in reader.names()}
 

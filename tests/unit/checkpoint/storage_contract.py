@@ -9,12 +9,11 @@ import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
 from lockstep.checkpoint.saving.context import RankContents
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store
 from lockstep.checkpoint.storage.transitions import (
     claim,
-    committed,
     delete_leftovers,
     owner_of,
     set_aside,
@@ -177,7 +176,7 @@ class StorageContract:
         for name in ["step-00000002", "step-00000010", "step-123456789", "step-1", "step-00000003.tmp-ab-1", "other"]:
             put(storage, f"{name}/file")
         put(storage, "step-00000005")  # not a folder
-        assert [checkpoint.step for checkpoint in committed(storage)] == [123456789, 10, 2]
+        assert [checkpoint.step for checkpoint in list_checkpoints(storage)] == [123456789, 10, 2]
 
     def test_what_other_attempts_left_is_cleaned_and_ours_is_not(self, storage: CheckpointStorage) -> None:
         names = ["step-00000001", f"step-00000002.tmp-{TOKEN}-1"]

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint import command
 from lockstep.checkpoint.export import export_weights
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed, set_aside
+from lockstep.checkpoint.storage.transitions import set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import file_name
@@ -170,12 +171,12 @@ def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
     assert lockstep(capsys, "ckpt", "prune", run) == (0, "nothing to delete\n")
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1", "--dry-run")
     assert (code, text) == (0, "would delete step-00000005\nwould delete step-00000010\n")
-    assert len(committed(storage)) == 3
+    assert len(list_checkpoints(storage)) == 3
     damage(run, 15)
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")
     assert "step-00000015 is damaged and stays" in text
     assert "deleted step-00000005" in text
-    assert [checkpoint.name for checkpoint in committed(storage)] == ["step-00000015", "step-00000010"]
+    assert [checkpoint.name for checkpoint in list_checkpoints(storage)] == ["step-00000015", "step-00000010"]
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "0")
     assert code == 2
     assert "--keep 0 would keep no checkpoint" in text

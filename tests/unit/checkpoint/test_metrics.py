@@ -27,7 +27,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.observe.sinks import read_jsonl
-from lockstep.run_folder.checkpoint_names import METRICS
+from lockstep.run_folder.checkpoint_names import STEP_METRICS
 
 
 class Scored(lockstep.Task):
@@ -100,7 +100,7 @@ def test_metrics_that_cannot_be_added_cost_a_warning_and_not_the_run(
     replace = CheckpointStorage.replace
 
     def refuse(self: CheckpointStorage, key: str, data: bytes, durable: bool = False) -> None:
-        if key == f"step-00000012/{METRICS}":
+        if key == f"step-00000012/{STEP_METRICS}":
             raise OSError(errno.EIO, "the disk coughed")
         replace(self, key, data, durable)
 
@@ -151,24 +151,24 @@ def test_no_byte_of_the_metrics_may_change(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     checkpoint = commit(root, 1)
     write_metrics(checkpoint, {"loss": 2.5})
-    path = root / checkpoint.name / METRICS
+    path = root / checkpoint.name / STEP_METRICS
     whole = path.read_bytes()
     for position in range(len(whole)):
         damaged = bytearray(whole)
         damaged[position] ^= 1
         path.write_bytes(damaged)
-        with pytest.raises(Damaged, match=METRICS):
+        with pytest.raises(Damaged, match=STEP_METRICS):
             read_metrics(checkpoint)
 
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(Damaged, match=METRICS):
+        with pytest.raises(Damaged, match=STEP_METRICS):
             read_metrics(checkpoint)
 
     # It is reported, and cannot be the best, but the run resumes from it.
     text, code = verify(tmp_path)
     assert code == 1
-    assert f"{METRICS}: " in text
+    assert f"{STEP_METRICS}: " in text
     assert CheckpointMetrics(CheckpointStorage(root)).by_step() == {1: {}}
     assert same(load(root)[1], state(1))
 
@@ -206,15 +206,15 @@ def test_metrics_that_are_lost_are_missed(tmp_path: Path) -> None:
         {"loss": 1.5},
     ]
 
-    (root / evaluated.name / METRICS).unlink()
+    (root / evaluated.name / STEP_METRICS).unlink()
     text, code = verify(tmp_path)
     assert code == 1
     assert [line.split() for line in text.splitlines()[-2:]] == [
         ["step-00000001", "damaged"],
-        [f"{METRICS}:", "missing"],
+        [f"{STEP_METRICS}:", "missing"],
     ]
-    assert show(evaluated.path) == (f"damaged: {evaluated.name}/{METRICS}: missing", 1)
-    assert f"damaged: {METRICS}: missing" in ls(tmp_path)[0]
+    assert show(evaluated.path) == (f"damaged: {evaluated.name}/{STEP_METRICS}: missing", 1)
+    assert f"damaged: {STEP_METRICS}: missing" in ls(tmp_path)[0]
     assert "step-00000001 is damaged and stays" in prune(tmp_path, 1, dry_run=True)[0]
 
     # It cannot be the best, but a run may resume from it.
@@ -228,6 +228,6 @@ def test_a_metric_is_a_number(tmp_path: Path, metrics: Any) -> None:
 
     checkpoint = commit(tmp_path, 1)
     content = {"metrics": metrics, "digest": _digest(metrics)}
-    (tmp_path / checkpoint.name / METRICS).write_text(json.dumps(content))
-    with pytest.raises(Damaged, match=METRICS):
+    (tmp_path / checkpoint.name / STEP_METRICS).write_text(json.dumps(content))
+    with pytest.raises(Damaged, match=STEP_METRICS):
         read_metrics(checkpoint)

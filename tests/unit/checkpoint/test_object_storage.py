@@ -18,7 +18,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from checkpoints import alone, commit, end, load, same, savers, shard, state
+from checkpoints import commit, end, load, same, savers, shard, state
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 from storage_contract import StorageContract
@@ -27,7 +27,7 @@ from test_run_in_memory import Dropped
 import lockstep
 from lockstep.checkpoint import command
 from lockstep.checkpoint.loading import search
-from lockstep.checkpoint.loading.search import newest_valid
+from lockstep.checkpoint.loading.search import Readers, newest_valid
 from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.storage import stores
@@ -368,7 +368,7 @@ def test_a_load_fetches_each_byte_twice_to_verify_it_and_to_read_it(
     [written] = RangeStore.objects.values()
 
     monkeypatch.setattr(Fetched, "requests", [])
-    reader = newest_valid(storage, 0, 1, alone)
+    reader = newest_valid(storage, Readers.alone())
     assert reader is not None
     assert max(Fetched.requests) > len(written) - (1 << 20)  # digests are computed from large chunks
 

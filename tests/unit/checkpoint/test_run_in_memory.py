@@ -32,9 +32,9 @@ from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.checkpoint.storage import retry as retry_module
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.stores import allow_store
-from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
@@ -74,7 +74,7 @@ def test_a_run_is_preempted_and_resumes_from_a_store_of_the_users(tmp_path: Path
     resumed = lockstep.fit(Dropped(), run_dir=run_dir, resume="auto", checkpoint=checkpoint)
 
     storage = CheckpointStorage(run_dir / "checkpoints")
-    assert [found.step for found in committed(storage)] == [12, 5]
+    assert [found.step for found in list_checkpoints(storage)] == [12, 5]
     assert list(storage.root.rglob("*.safetensors")) == []
     for name, weight in undisturbed.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
@@ -90,7 +90,7 @@ def test_a_preempted_run_names_its_checkpoint_without_listing_the_others(
 
     def settle_and_unmount(self: PendingSave) -> bool:
         was_aborted = settle(self)
-        if committed(self._context.storage):
+        if list_checkpoints(self._context.storage):
             monkeypatch.setattr(CheckpointStorage, "folders", stale)
         return was_aborted
 
@@ -314,13 +314,13 @@ def test_a_long_verification_and_a_long_restore_are_no_hang(
     """The phase has one limit, however large the checkpoint is: so each chunk that is read is a heartbeat."""
     lockstep.fit(Dropped(), run_dir=tmp_path, steps=6)
     beats: list[str] = []
-    again = Heartbeat.again
+    keep_alive = Heartbeat.keep_alive
 
     def count(self: Heartbeat) -> None:
         beats.append(self.phase)
-        again(self)
+        keep_alive(self)
 
-    monkeypatch.setattr(Heartbeat, "again", count)
+    monkeypatch.setattr(Heartbeat, "keep_alive", count)
     monkeypatch.setattr(f"lockstep.checkpoint.{module}.CHUNK", 16)
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=7)
 
@@ -473,7 +473,7 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     assert [pause - 3 for pause in pauses] == [1, 2, 4, 8]
 
     # One of them succeeds, and is the last: nothing else was asked for.
-    [step] = [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))]
+    [step] = [found.step for found in list_checkpoints(CheckpointStorage(tmp_path / "checkpoints"))]
     assert failed[-1] < 30 <= step < 60
 
 
@@ -721,7 +721,7 @@ def test_the_best_checkpoint_is_looked_up_again_when_the_storage_is_back(
 
     checkpoint = {"best": "eval_loss", "at_end": False, "minutes": None}
     lockstep.fit(Unmounted(), run_dir=tmp_path, steps=4, evaluate={"every": 2}, checkpoint=checkpoint)
-    assert [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))] == [4]
+    assert [found.step for found in list_checkpoints(CheckpointStorage(tmp_path / "checkpoints"))] == [4]
 
 
 def test_metrics_of_a_save_that_was_aborted_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

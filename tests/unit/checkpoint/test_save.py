@@ -35,12 +35,11 @@ from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.storage import folder as folder_module
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.checkpoint.storage.transitions import (
     claim,
-    committed,
     delete_checkpoint,
     delete_leftovers,
     put_back_replaced,
@@ -599,7 +598,7 @@ def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpo
     [report] = saver.take_ended()
     assert report.outcome.warning.startswith("complete, but may not survive a power cut, so older ones are kept: ")
     assert "coughed" in report.outcome.warning
-    assert {checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))} == {1, 2}
+    assert {checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))} == {1, 2}
     assert same(load(tmp_path)[1], state(2))
 
 
@@ -841,7 +840,7 @@ def test_a_kill_between_the_renames_of_a_step_that_is_saved_again_loses_nothing(
     """Neither copy had the name of a checkpoint. The save was not committed, so the earlier one counts."""
     commit(storage, 5)
     killed_between_two_renames(storage, monkeypatch, 5)
-    assert committed(storage) == []
+    assert list_checkpoints(storage) == []
     start_again(storage, "next")
     assert same(load(storage)[1], state(5))
     assert folders(storage) == {"step-00000005"}

@@ -6,12 +6,13 @@ import errno
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import commit, is_committed, load, same, savers, shard, state
+from checkpoints import TOKEN, commit, is_committed, load, same, savers, shard, state
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_store import MemoryStore
@@ -23,14 +24,14 @@ from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.storage import files
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage import files, folder
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.stores import allow_store
-from lockstep.checkpoint.storage.transitions import committed, set_aside_later
+from lockstep.checkpoint.storage.transitions import delete_leftovers, set_aside_later
 from lockstep.config.sections import CheckpointConfig
-from lockstep.run_folder.checkpoint_facts import latest_step
+from saved import newest_step
 
 
 class TestWithoutAStore(StorageContract):
@@ -62,23 +63,57 @@ def test_a_full_store_costs_a_checkpoint_and_nothing_else(tmp_path):
 
 
 def test_latest_is_for_people(tmp_path):
-    assert latest_step(tmp_path) is None
+    assert newest_step(tmp_path) is None
     commit(tmp_path, 7)
     commit(tmp_path, 9)
-    assert latest_step(tmp_path) == 9
+    assert newest_step(tmp_path) == 9
     (tmp_path / "latest").write_text("step-garbage")
-    assert latest_step(tmp_path) == 9
+    assert newest_step(tmp_path) == 9
 
 
-def test_a_claim_and_a_commit_remove_temporary_files_of_writers_that_were_killed(tmp_path):
-    for name in (".latest.123", ".owner.4", "unrelated"):
+def test_a_start_deletes_temporary_files_of_writers_that_were_killed_and_no_others(tmp_path):
+    storage = CheckpointStorage(tmp_path)
+    for name in (".latest.123", ".owner.0a1b2c3d.tmp", ".latest.live.tmp", "unrelated"):
         (tmp_path / name).touch()
-    commit(tmp_path, 1)
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", "owner", "step-00000001", "unrelated"}
+
+    hour_ago = time.time() - 3600
+    for name in (".latest.123", ".owner.0a1b2c3d.tmp", "unrelated"):
+        os.utime(tmp_path / name, (hour_ago, hour_ago))
+
+    commit(storage, 1)
+    delete_leftovers(storage, TOKEN)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"latest", "owner", "step-00000001", "unrelated", ".latest.live.tmp"}
+
+
+@pytest.mark.parametrize("key", ["owner", "step-00000001/metrics.json"])
+@pytest.mark.parametrize("same_pid", [False, True])
+def test_two_processes_may_replace_the_same_file_at_once(tmp_path, monkeypatch, key, same_pid):
+    """The second deleted the temporary file of the first, or wrote to the same one: in containers, with equal pids."""
+    real = folder.write_all
+
+    def write_all(handle: int, data: memoryview, position: int = 0) -> None:
+        """Write a half, let another process replace the file, and write the rest."""
+        monkeypatch.setattr(folder, "write_all", real)
+        half = len(data) // 2
+        real(handle, data[:half], position)
+        with monkeypatch.context() as other:
+            if not same_pid:
+                other.setattr(os, "getpid", lambda: 4)
+
+            CheckpointStorage(tmp_path).replace(key, b"second, and longer")
+            assert (tmp_path / key).read_bytes() == b"second, and longer"
+
+        real(handle, data[half:], half)
+
+    monkeypatch.setattr(folder, "write_all", write_all)
+    CheckpointStorage(tmp_path).replace(key, b"the first")
+    assert (tmp_path / key).read_bytes() == b"the first"
+    assert [path.name for path in (tmp_path / key).parent.iterdir()] == [Path(key).name]
 
 
 @pytest.mark.parametrize("key", ["folder/file", "file"])
-def test_a_replacement_that_fails_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch, key):
+def test_a_replacement_that_fails_leaves_the_old_file_and_no_temporary_file(tmp_path, monkeypatch, key):
     storage = CheckpointStorage(tmp_path)
     storage.replace(key, b"old")
 
@@ -253,7 +288,7 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert not any(report.outcome.warning for report in saver.take_ended())
-    assert [checkpoint.name for checkpoint in committed(CheckpointStorage(tmp_path))] == [
+    assert [checkpoint.name for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [
         "step-00000004",
         "step-00000002",
     ]
@@ -320,7 +355,7 @@ def test_a_save_reads_no_metrics_that_are_known(tmp_path, monkeypatch):
     [resumed] = savers(tmp_path, settings=keep)
     save_with_losses(resumed, {5: 5.0, 6: 6.0, 7: 7.0})
     assert sorted(read) == ["step-00000001", "step-00000003", "step-00000004"]
-    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [7, 6, 1]
+    assert [checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [7, 6, 1]
 
 
 def test_the_best_is_chosen_among_those_that_other_processes_have_left(tmp_path):
@@ -328,7 +363,7 @@ def test_the_best_is_chosen_among_those_that_other_processes_have_left(tmp_path)
     save_with_losses(saver, {1: 1.0, 2: 2.0})
     shutil.rmtree(tmp_path / "step-00000001")
     save_with_losses(saver, {3: 3.0})
-    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [3, 2]
+    assert [checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [3, 2]
 
 
 def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
@@ -337,4 +372,4 @@ def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
     save_with_losses(saver, {1: 2.0, 2: 1.0})
     set_aside_later(CheckpointStorage(tmp_path), 1)
     save_with_losses(saver, {2: 3.0, 3: 4.0, 4: 5.0})
-    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [4, 3, 1]
+    assert [checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [4, 3, 1]

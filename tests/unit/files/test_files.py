@@ -56,11 +56,11 @@ def test_what_is_read_whole_has_a_limit(tmp_path):
         files.read_bytes(tmp_path / "file", most=4)
 
 
-def test_a_draft_is_not_written_through_a_link(tmp_path):
+def test_a_temporary_file_is_not_written_through_a_link(tmp_path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".record.tmp").symlink_to(tmp_path / "victim")
-    with files.replacing(tmp_path / "record") as draft:
-        draft.write_text("new")
+    with files.replacing(tmp_path / "record") as temporary:
+        temporary.write_text("new")
     assert (tmp_path / "victim").read_text() == "precious"
     assert (tmp_path / "record").read_text() == "new"
 

@@ -9,8 +9,8 @@ from lockstep.launch import job as module
 from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
 from lockstep.launch.validation import refusal_of
 from lockstep.launch.wire.messages import Hello
-from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.runtime.host.resources import visible_gpus
+from saved import newest_step
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", "1..", "..2", "4..2", "0..2", "1...2", "", "²"])
@@ -100,22 +100,22 @@ def test_the_checkpoint_to_go_back_to_is_read_from_a_text_file(tmp_path, text, s
     (checkpoints / "step-00000050").mkdir(parents=True)
     (checkpoints / "latest").write_text("step-00000050")
     (tmp_path / ".going-back").write_text(text)
-    assert latest_step(checkpoints) == step
+    assert newest_step(checkpoints) == step
     (tmp_path / ".going-back").unlink()
-    assert latest_step(checkpoints) == 50
+    assert newest_step(checkpoints) == 50
 
 
 def test_the_newest_checkpoint_is_found_in_the_folder(tmp_path):
     """A kill between a commit and its last write leaves the text file stale."""
     checkpoints = tmp_path / "checkpoints"
-    assert latest_step(checkpoints) is None
+    assert newest_step(checkpoints) is None
     checkpoints.mkdir()
     (checkpoints / "latest").write_text("step-00000040\n")
-    assert latest_step(checkpoints) is None
+    assert newest_step(checkpoints) is None
     others = ["step-00000090.tmp-abc", "step-00000080.damaged", "step-000000095", "step-70", "old"]
     for name in ["step-00000040", "step-00000050", *others]:
         (checkpoints / name).mkdir()
     (checkpoints / "step-00000099").touch()
-    assert latest_step(checkpoints) == 50
+    assert newest_step(checkpoints) == 50
     (checkpoints / "step-100000000").mkdir()
-    assert latest_step(checkpoints) == 100_000_000
+    assert newest_step(checkpoints) == 100_000_000

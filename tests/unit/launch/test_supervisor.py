@@ -5,8 +5,8 @@ import pytest
 from lockstep.launch import supervisor
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import JobEnd
-from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.run_folder.names import GOING_BACK
+from saved import newest_step
 
 
 @pytest.mark.parametrize(("goes_back_to", "newest"), [("step-00000003", 3), (None, 9)])
@@ -21,7 +21,7 @@ def test_the_checkpoint_to_go_back_to_is_marked_before_any_rank_runs(tmp_path, m
 
     class Idle:
         def __init__(self, *arguments):
-            seen.append(latest_step(checkpoints))
+            seen.append(newest_step(checkpoints))
 
         def run(self):
             return JobEnd(0)

@@ -11,10 +11,11 @@ import pytest
 
 from lockstep.checkpoint.loading.resume import Resumer
 from lockstep.errors import UserError
-from lockstep.run_folder.checkpoint_facts import latest_step, read_checkpoint_facts
+from lockstep.run_folder.checkpoint_facts import read_checkpoint_facts
 from lockstep.run_folder.checkpoint_names import MANIFEST
 from lockstep.run_folder.names import GOING_BACK
 from lockstep.run_folder.start_from import StartFrom, choose_start, mark_going_back
+from saved import newest_step
 
 BEGINNING = StartFrom()
 NEWEST = StartFrom(newest=True)
@@ -92,12 +93,12 @@ def test_a_restart_goes_back_even_if_rank_0_never_opened_the_folder(runs: Path) 
     named = checkpoints / "step-00000003"
 
     mark_going_back(runs / "this", choose_start(str(named), runs / "this").goes_back_to)
-    assert latest_step(checkpoints) == 3  # so that step 9 does not count as progress
+    assert newest_step(checkpoints) == 3  # so that step 9 does not count as progress
     assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
 
     # The next job goes on from the newest one.
     mark_going_back(runs / "this", choose_start("auto", runs / "this").goes_back_to)
-    assert latest_step(checkpoints) == 9
+    assert newest_step(checkpoints) == 9
 
 
 def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside_even_if_rank_0_never_opened_the_folder(
@@ -111,7 +112,7 @@ def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside_even_if_rank_0_n
 
     mark_going_back(runs / "this", choose_start(str(named), runs / "this").goes_back_to)
     assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
-    assert latest_step(checkpoints) is None  # step 3 is of the other history
+    assert newest_step(checkpoints) is None  # step 3 is of the other history
 
 
 def test_what_is_neither_a_run_nor_a_checkpoint_is_refused(runs: Path) -> None:

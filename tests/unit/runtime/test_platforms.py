@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.runtime import environments
-from lockstep.runtime.environments import NODES, Placement, detect, place
+from lockstep.runtime.environments import NODES, JobShape, detect, place
 from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS, Nodes
 from lockstep.runtime.world import World
 
@@ -124,15 +124,15 @@ def test_the_launcher_takes_the_nodes_and_says_where_from(name: str) -> None:
 def test_what_is_typed_wins(name: str) -> None:
     env, *_ = PLATFORMS[name]
     (nodes,) = read(env)
-    assert place("3", "5", "a:1", env) == Placement("3", "5", "a:1")
-    assert place("3", "1", None, env) == Placement("3", "1", None)
+    assert place("3", "5", "a:1", env) == JobShape("3", "5", "a:1")
+    assert place("3", "1", None, env) == JobShape("3", "1", None)
 
     # A meeting point that was typed may be on any machine.
     typed = place("3", None, "a:1", env)
     assert (typed.nnodes, typed.join, typed.node) == ("2", "a:1", None)
     typed = place("3", "1:4", None, env)
     assert (typed.nnodes, typed.join, typed.node) == ("1:4", nodes.join, 1)
-    assert place("3", None, None, env | {"LOCKSTEP_ENVIRONMENT": "none"}) == Placement("3", None, None)
+    assert place("3", None, None, env | {"LOCKSTEP_ENVIRONMENT": "none"}) == JobShape("3", None, None)
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
@@ -234,7 +234,7 @@ def test_half_sets_and_contradictions_are_refused(env: dict[str, str], said: str
 )
 def test_variables_that_announce_no_machines(env: dict[str, str]) -> None:
     assert read(env) == []
-    assert place("2", None, None, env) == Placement("2", None, None)
+    assert place("2", None, None, env) == JobShape("2", None, None)
     assert detect(env) == World() or "SLURM_STEP_NUM_TASKS" in env
 
 
@@ -253,7 +253,7 @@ def test_one_machine_needs_no_meeting_point(env: dict[str, str]) -> None:
     assert (placed.nproc, placed.nnodes, placed.join) == ("4", None, None)
     assert placed.source.startswith("processes from ")
     assert place(None, None, None, env) == placed, "without --nproc the platform's number is used"
-    assert place("2", None, None, env) == Placement("2", None, None)
+    assert place("2", None, None, env) == JobShape("2", None, None)
     assert detect(env) == World()
 
 
@@ -324,5 +324,5 @@ def test_launchers_in_the_ranks_of_mpirun_are_refused() -> None:
     env = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     with pytest.raises(UserError, match=r"--nproc cannot be used here: mpirun \(Open MPI\) has already made"):
         place("2", None, None, env)
-    assert place("2", "2", "a:1", env) == Placement("2", "2", "a:1")
+    assert place("2", "2", "a:1", env) == JobShape("2", "2", "a:1")
     assert place(None, None, None, env).here

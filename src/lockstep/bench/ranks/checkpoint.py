@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
-from lockstep.checkpoint.loading.search import newest_valid
+from lockstep.checkpoint.loading.search import Readers, newest_valid
 from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
@@ -224,7 +224,7 @@ class Ways:
     def _load_with_lockstep(self, step: int) -> None:
         """Read with every digest checked, as a resumed run does."""
         # The search is a part of it: the ranks first agree on a checkpoint that all of them can read.
-        reader = newest_valid(self.storage, self.rank, self.world, self.runtime.collectives.all_gather_json)
+        reader = newest_valid(self.storage, Readers.of(self.runtime))
         assert reader is not None, "nothing was saved"
 
         for name, tensor in self.state.items():

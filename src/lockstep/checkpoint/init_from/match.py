@@ -27,8 +27,8 @@ class Match:
 
     taken: dict[str, str]  # model name -> name in the source
     tied: dict[str, str]  # other name of a taken tensor -> its own name in the source: the two must be equal
-    reshaped: list[str]  # taken ones whose shape differs
-    kept: list[str]  # these keep the values that the model was constructed with
+    reshaped: list[str]  # model names of taken tensors whose shape differs
+    kept: list[str]  # model names that keep the values with which the model was constructed
     unused: list[str]  # names in the source
 
 
@@ -76,7 +76,7 @@ def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> t
     for other, first in first_of.items():
         names_of[first].append(other)
 
-    # Any of its names will do. The others must hold the same values, which is checked when they are read.
+    # Any name of a tensor will do. Its other names must hold the same values, which is checked when they are read.
     taken: dict[str, str] = {}
     tied: dict[str, str] = {}
 
@@ -184,7 +184,7 @@ def _mismatch(
 
 
 def _prefix(missing: Sequence[str], extra: Sequence[str]) -> dict[str, str] | None:
-    """Return the renaming that turns extra names into missing ones by adding or removing their beginning, if any."""
+    """Return a renaming that turns extra names into missing ones by a change of their beginning; None if none does."""
     for wanted in missing:
         for name in extra:
             if name.endswith(f".{wanted}"):

@@ -34,7 +34,7 @@ TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 # Where people keep the weights inside a torch file that holds more than weights.
 NESTED = ("state_dict", "model_state_dict", "model", "module")
 
-# Weights inside a folder, the first that is there.
+# The weights in a folder: the first of these files that is there.
 IN_FOLDER = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -77,7 +77,7 @@ def open_source(path: Path, runtime: Runtime, timeout_s: float, log_event: Event
     if meant.name is None and meant.run is not None:
         path = meant.run
 
-    # A checkpoint of ours is verified by all ranks together, like one that is resumed.
+    # A checkpoint of ours is verified by all ranks together, as at a resume.
     if meant.name is not None or _newest_is_meant(path):
         return _open_checkpoint(path, runtime, timeout_s, log_event)
 
@@ -120,7 +120,7 @@ def _open_checkpoint(path: Path, runtime: Runtime, timeout_s: float, log_event: 
 
 
 def _open_files(path: Path) -> WeightSource:
-    """Open a file of weights, or find one in a folder. Raises a UserError."""
+    """Open a file of weights, or find one in a folder. Raise a UserError."""
     if not path.exists():
         raise UserError(
             f"init_from={path} does not exist",
@@ -214,7 +214,7 @@ class _Files:
             with file.open("rb") as stream:
                 mine[file.name] = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
-        # Of one file the digest of its bytes, as `xxhsum -H2` prints it; of several, that of the sorted list.
+        # For one file the digest of its bytes (`xxhsum -H2`); for several files, a digest of the sorted digests.
         digests = {name: digest for by_name in gather(mine) for name, digest in by_name.items()}
         if len(digests) == 1:
             return next(iter(digests.values()))

@@ -22,7 +22,7 @@ from lockstep.runtime.shards import shard_of
 
 
 class InitialWeights:
-    """What a run started from: a part of its checkpoints, so that a resumed run still knows it."""
+    """The weights from which a run started. Checkpoints hold this record, so that a resumed run still knows it."""
 
     def __init__(self, path: str):
         self.record: dict[str, Any] = {"path": path, "digest": None}
@@ -62,9 +62,9 @@ def load_initial_weights(
 ) -> InitialWeights:
     """Read the weights at `path` into the tensors of `state`, a model's state dict. Collective.
 
-    `path` is that of `init_from`, which may have been typed in another working folder.
+    `path` is the full path of `init_from`, which may have been typed in another working folder.
 
-    `held_elsewhere`: names whose tensors other ranks hold. `only`: read just these, which no checkpoint holds.
+    `held_elsewhere`: names whose tensors other ranks hold. `only`: read just these names, which no checkpoint holds.
     """
     typed = config.init_from
     assert typed is not None
@@ -136,7 +136,7 @@ def _copy(target: Tensor, source: WeightSource, name: str) -> None:
 
 
 def _copy_overlap(local: Tensor, offset: tuple[int, ...], full: Tensor, name: str) -> None:
-    """Copy the region that both have, as for a larger vocabulary. The rest keeps the values of the model."""
+    """Copy the region that both tensors have, as for a larger vocabulary. The rest keeps the values of the model."""
     if full.dim() != local.dim():
         raise UserError(
             f"{name!r} of shape {list(full.shape)} cannot become a tensor of {plural(local.dim(), 'dimension')}",

@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume from, and restore a run from it.
+"""Find the checkpoint from which a run resumes, and restore the run.
 
 `CheckpointManager` decides when: at the start, and when a run rewinds. All ranks call these methods together.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.loading.search import wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.state.run_state import RunState, check_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
@@ -22,6 +23,7 @@ from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import step_in
+from lockstep.run_folder.opened import RunFolder
 from lockstep.run_folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
@@ -40,7 +42,7 @@ class Resumed:
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     other_changes: list[str]  # since the save, besides `changed_settings`
-    is_own: bool  # whether it was one of this run's own checkpoints, and not one that was set aside
+    is_own: bool  # whether the run keeps this checkpoint: it belongs to this run and was not set aside
 
     @property
     def changes(self) -> list[str]:
@@ -49,19 +51,23 @@ class Resumed:
 
 
 class Resumer:
-    """Finds and loads checkpoints for one run, whose own ones are in `storage`."""
+    """Finds and loads checkpoints for one run, which keeps its own checkpoints in `storage`."""
 
     def __init__(
         self,
+        folder: RunFolder,
         storage: CheckpointStorage,
         state: RunState,
+        pending: PendingSave,
         config: RunConfig,
         runtime: Runtime,
         log_event: EventLogger,
         fixed_settings: Collection[str],
     ):
+        self.folder = folder
         self.storage = storage
         self.state = state
+        self.pending = pending
         self.config = config
         self.runtime = runtime
         self.log_event = log_event
@@ -95,7 +101,7 @@ class Resumer:
         return reader
 
     def _report_skipped(self, reader: CheckpointReader) -> None:
-        """Warn about the newer checkpoints, which are all damaged, and set aside those of this run. Collective."""
+        """Warn about the newer checkpoints, all of which are damaged, and set this run's own aside. Collective."""
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
             text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
@@ -107,7 +113,10 @@ class Resumer:
             self.log_event("warning", reason=text)
 
     def load(self, reader: CheckpointReader) -> Resumed:
-        """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
+        """Check the settings, restore the state, and set aside later checkpoints of this run. Collective.
+
+        Record its step, so that later saves know it.
+        """
         check_values(reader, *RUN_VALUES)
         values = reader.manifest.values
 
@@ -117,14 +126,20 @@ class Resumer:
         other_changes = self.state.restore(reader, values, changed_settings)
         step = reader.manifest.step
 
-        # --resume may name a checkpoint that was set aside. It is not among those that the run keeps.
+        # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
-        # Set aside the later checkpoints of this run, which will write them again. If the loaded one was set aside
-        # before, another checkpoint may have the name of its step: that one counts as later, too. The storage of
-        # another run must not change. All ranks wait here, because none may save before this is done.
+        # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
+        # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
+        # it is set aside, too. The storage of another run must not change. All ranks wait here, because none may save
+        # before this is done.
         last_kept = step if is_own else step - 1
         self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
+
+        # After the checkpoint of another run, a later attempt must load that one again, until this run has saved.
+        self.pending.last_committed = step if is_own else None
+        if self.runtime.is_main and is_own:
+            self.folder.end_going_back()
 
         reseed_at(self.config.seed, step)
 
@@ -139,7 +154,7 @@ class Resumer:
         )
 
     def _set_own_aside(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
-        """If `storage` is that of this run, set something aside on rank 0. Return the result everywhere. Collective."""
+        """Call `act` on rank 0 if `storage` belongs to this run. Return its result on every rank. Collective."""
         own = storage == self.storage
         problem = f"the checkpoints in {self.storage.root} cannot be set aside"
         return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act if own else lambda: None, problem)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from lockstep.checkpoint.loading.resume import Resumed, Resumer
-from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.loading.resume import Resumer
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
@@ -27,15 +26,12 @@ class Rewinder:
         config: RunConfig,
         pending: PendingSave,
         resumer: Resumer,
-        load: Callable[[CheckpointReader], Resumed],
         log_event: EventLogger,
     ):
-        """`load` loads a checkpoint, as at the start of a run."""
         self._source = source
         self._config = config
         self._pending = pending
         self._resumer = resumer
-        self._load = load
         self._log_event = log_event
 
         # The key of a setting that is rewind; None if there is none.
@@ -46,7 +42,7 @@ class Rewinder:
         self._rewinds: Counter[int] = Counter()
 
     def ensure_checkpoint(self, save: Callable[[], None]) -> None:
-        """If a policy is rewind and there is no checkpoint to rewind to, call `save`. Collective."""
+        """Call `save` if a policy is rewind and the run has no checkpoint to which it could rewind. Collective."""
         if self.policy is None:
             return
 
@@ -73,7 +69,7 @@ class Rewinder:
                 f"set {policy}=skip, or {policy}=stop",
             )
 
-    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
+    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> None:
         """Rewind to the last checkpoint. From now on skip the samples of the step that was not applied. Collective.
 
         `span`: their positions in the order of the data, as (start, stop).
@@ -91,18 +87,17 @@ class Rewinder:
 
         self._count(result, reader.manifest.step)
 
-        # `_load` resets the source, but samples that were skipped since the checkpoint must stay skipped.
+        # The load resets the source, but samples that were skipped since the checkpoint must stay skipped.
         assert span is not None
         skipped_spans = [*self._source.skipped_spans, span]
 
-        resumed = self._load(reader)
+        resumed = self._resumer.load(reader)
         for skipped_span in skipped_spans:
             self._source.skip(skipped_span)
 
         start, stop = span
         skipped = f"{plural(stop - start, 'sample')} at positions {start} to {stop - 1}"
         self._log_event("rewind", step=result.step + 1, to=resumed.step, reason=result.skip_reason, skipped=skipped)
-        return resumed
 
     def _count(self, result: StepResult, to: int) -> None:
         """Count a rewind to the checkpoint of step `to`, and raise if there were too many without a new one."""

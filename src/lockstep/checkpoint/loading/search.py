@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import READ_FIX, Gather, StorageUnavailable, or_wait, retry, run_on_all_ranks
-from lockstep.checkpoint.storage.transitions import committed, owner_of
+from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
@@ -32,6 +33,27 @@ LOOKS = 14
 LOOK_PAUSE_S = 5.0
 
 
+@dataclass(frozen=True)
+class Readers:
+    """The ranks that look for a checkpoint together, from the point of view of one rank."""
+
+    rank: int
+    world_size: int
+    gather: Gather
+    beat: Callable[[], None] = lambda: None  # called after each chunk that is read
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Readers:
+        """Return all ranks of a run. The heartbeat shows that they advance."""
+        world = runtime.world
+        return cls(world.rank, world.size, runtime.collectives.all_gather_json, runtime.heartbeat.keep_alive)
+
+    @classmethod
+    def alone(cls, beat: Callable[[], None] = lambda: None) -> Readers:
+        """Return this process alone, which asks no other rank."""
+        return cls(0, 1, lambda value: [value], beat)
+
+
 class ReportedProblem(NamedTuple):
     """An `InvalidCheckpoint`, as ranks send it to each other."""
 
@@ -45,22 +67,12 @@ def wait_for_newest_valid(
 ) -> CheckpointReader | None:
     """Call `newest_valid` until all files can be read, for `timeout_s` seconds; then let StorageUnavailable pass.
 
-    Collective. `runtime.heartbeat` beats for each chunk that is read.
+    Collective.
     """
-    world = runtime.world
-    gather, beat = runtime.collectives.all_gather_json, runtime.heartbeat.keep_alive
-    find = partial(newest_valid, storage, world.rank, world.size, gather, only, beat)
-    return retry(find, runtime, timeout_s)
+    return retry(partial(newest_valid, storage, Readers.of(runtime), only), runtime, timeout_s)
 
 
-def newest_valid(
-    storage: CheckpointStorage,
-    rank: int,
-    world_size: int,
-    gather: Gather,
-    only: str | None = None,
-    beat: Callable[[], None] = lambda: None,
-) -> CheckpointReader | None:
+def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None = None) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
@@ -68,32 +80,30 @@ def newest_valid(
 
     All ranks raise StorageUnavailable if any of them cannot list the checkpoints or read a file, and a UserError if the
     newest that is not damaged was written by another version of Lockstep.
-
-    `beat` is called after each chunk that is read, here and by the reader.
     """
     # The newest checkpoint comes first.
-    names = _agreed_names(storage, gather, only)
+    names = _agreed_names(storage, readers.gather, only)
     damaged: dict[str, Damaged] = {}
     gone = 0
 
     while remaining := [name for name in names if name not in damaged]:
         checkpoint = Checkpoint(storage, remaining[0])
-        manifest, problems = _verify_together(checkpoint, rank, world_size, gather, beat)
+        manifest, problems = _verify_together(checkpoint, readers)
         if manifest is not None and not problems:
             newer = names[: names.index(checkpoint.name)]
-            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], beat)
+            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], readers.beat)
 
-        # A run that is alive may have deleted it meanwhile. That is no damage, and there is a newer one now.
-        _, exists = run_on_all_ranks(gather, checkpoint.exists, _cannot_list(storage))
+        # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
+        _, exists = run_on_all_ranks(readers.gather, checkpoint.exists, _cannot_list(storage))
         if not exists[0]:
             gone += 1
             if only or gone == MAX_GONE:
                 raise deleted(checkpoint)
 
-            names = _agreed_names(storage, gather, only)
+            names = _agreed_names(storage, readers.gather, only)
             continue
 
-        # Only a damaged checkpoint is lost: to resume from one before any other would lose progress.
+        # Only a damaged checkpoint is lost. If this one is not, an older checkpoint would lose progress.
         problem = _invalid(checkpoint, problems)
         if not isinstance(problem, Damaged):
             older = names[names.index(checkpoint.name) + 1 :]
@@ -116,13 +126,11 @@ def newest_valid(
     return None
 
 
-def _verify_together(
-    checkpoint: Checkpoint, rank: int, world_size: int, gather: Gather, beat: Callable[[], None]
-) -> tuple[Manifest | None, list[ReportedProblem]]:
+def _verify_together(checkpoint: Checkpoint, readers: Readers) -> tuple[Manifest | None, list[ReportedProblem]]:
     """Verify this rank's share of the files. Return the manifest, and the problems that any rank has found."""
-    manifest, problems = verify_checkpoint(checkpoint, rank, world_size, beat)
+    manifest, problems = verify_checkpoint(checkpoint, readers.rank, readers.world_size, readers.beat)
     found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
-    results = gather([found, manifest.digest if manifest else None])
+    results = readers.gather([found, manifest.digest if manifest else None])
 
     # Each problem once, in the same order on every rank.
     found_by_any = sorted({ReportedProblem(*fields) for rank_problems, _ in results for fields in rank_problems})
@@ -135,9 +143,9 @@ def _verify_together(
 
 
 def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
-    """Return the checkpoints that all ranks examine: those that rank 0 lists, or `only` this one. Collective.
+    """Return the names of the checkpoints that all ranks examine: what rank 0 lists, or `only` this one. Collective.
 
-    Raises a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
+    Raise a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
 
     - it does not see what rank 0 listed,
     - rank 0 lists no checkpoint, but this rank does, or
@@ -171,11 +179,11 @@ def _cannot_list(storage: CheckpointStorage) -> str:
 
 
 def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
-    return [only] if only else [checkpoint.name for checkpoint in committed(storage)]
+    return [only] if only else [checkpoint.name for checkpoint in list_checkpoints(storage)]
 
 
 def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) -> list[Any]:
-    """Return which of rank 0's `names` this rank sees, whether only this rank has `listed` any, and the owner."""
+    """Return which of rank 0's `names` this rank sees, whether it has `listed` any and rank 0 none, and the owner."""
     visible = sorted(set(names) & set(storage.folders()))
     lists_alone = bool(listed) and not names
     return [visible, lists_alone, owner_of(storage)]
@@ -183,7 +191,7 @@ def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) 
 
 def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
     """Return one error for all problems of a checkpoint."""
-    # Ranks may find problems of different kinds. The first of these kinds that any rank has found counts.
+    # Ranks may find problems of different kinds. The first kind in this list that any rank has found counts.
     labels = {problem.label for problem in problems}
     kind = next(kind for kind in (Damaged, Forbidden, Unreadable, WrongFormat) if kind.label in labels)
 
@@ -195,7 +203,7 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
 
 def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
     """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
-    # A file server may come back, but neither a permission nor a version of Lockstep does: the run waits for the first.
+    # Waiting may bring back a file server, but neither a permission nor another version of Lockstep.
     if isinstance(problem, Forbidden):
         kind, fix = UserError, f"{READ_FIX}, and try again"
     elif isinstance(problem, Unreadable):
@@ -210,7 +218,7 @@ def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserErr
 
 
 def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:
-    """Return the error for a run whose checkpoints are all damaged, or for the one that the user named."""
+    """Return the error for a run whose checkpoints are all damaged, or for a damaged one that the user named."""
     what = f"the checkpoint {damaged[0].checkpoint.path}" if only else f"every checkpoint in {storage.root}"
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
     found = "; ".join(map(str, damaged))

@@ -1,4 +1,4 @@
-"""What rank 0 does when its own file is written: it turns the files of all ranks into one checkpoint.
+"""What rank 0 does once its own file is written: it turns the files of all ranks into one checkpoint.
 
     waits for all confirmations
     step-N.tmp-TOKEN-NUMBER/metrics.json        if the step was evaluated before the save
@@ -24,7 +24,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import lockstep
 from lockstep import faults
@@ -32,7 +31,7 @@ from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_ma
 from lockstep.checkpoint.manifest_reader import decode_manifest
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import ManifestValues, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
@@ -44,21 +43,18 @@ from lockstep.run_folder.checkpoint_names import folder_name
 
 
 def commit(
-    draft: Draft,
-    abort: AbortRequest,
-    aliases: Mapping[str, str],
-    values: Mapping[str, Any],
-    metrics: Mapping[str, float],
+    draft: Draft, abort: AbortRequest, manifest_values: ManifestValues, metrics: Mapping[str, float]
 ) -> Committed:
     """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
 
     # If the file of the metrics is lost, the manifest shows that there was one.
+    aliases, values = manifest_values
     if metrics:
         values = {**values, "has_metrics": True}
 
-    manifest = _manifest(draft.step, confirmations, aliases, values)
+    manifest = _manifest(draft.step, confirmations, ManifestValues(aliases, values))
     encoded = encode_manifest(manifest)
 
     # Check that the manifest can be loaded.
@@ -70,7 +66,7 @@ def commit(
 
     storage.write(draft.manifest, [memoryview(encoded)])
 
-    # Only now may the confirmations go: until there is a manifest, they tell the launcher
+    # Delete the confirmations only now: until there is a manifest, they tell the launcher
     # (`commit_is_near` in run_folder/checkpoint_facts.py) that a commit is near.
     draft.delete_confirmations()
     faults.fire("rename", draft.step)
@@ -137,10 +133,8 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
         pause = min(pause * 1.5, 0.25)
 
 
-def _manifest(
-    step: int, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
-) -> Manifest:
-    """Put together what the ranks say about their files."""
+def _manifest(step: int, confirmations: list[Confirmation], manifest_values: ManifestValues) -> Manifest:
+    """Return the manifest of all ranks' files, as the ranks have confirmed them."""
     # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
     tensors: dict[str, TensorEntry] = {}
     pieces: dict[str, list[Piece]] = {}
@@ -159,8 +153,8 @@ def _manifest(
         lockstep=lockstep.__version__,
         files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
         tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
-        aliases=dict(aliases),
-        values=dict(values),
+        aliases=dict(manifest_values.aliases),
+        values=dict(manifest_values.values),
     )
 
 
@@ -180,13 +174,13 @@ def delete_old(context: SaveContext) -> str:
     What cannot be deleted now is deleted after the next commit.
     """
     try:
-        # Another attempt may have taken over, and may have gone back to one of those.
+        # Another attempt may have taken over, and may have gone back to an old checkpoint.
         context.check_owner()
 
-        # After a failure, delete the others all the same: they would fill the disk.
+        # If one cannot be deleted, delete the others all the same: they would fill the disk.
         failed = finish_deletions(context.storage, context.token)
 
-        # Retention does not count these, so a step that is saved again and again would fill the disk.
+        # Retention does not count replaced checkpoints, so a step that is saved again and again would fill the disk.
         delete_replaced(context.storage, context.token)
         apply_retention(context.metrics, context.checkpoint_config, context.token)
         if failed is not None:

@@ -1,4 +1,4 @@
-"""What all saves of a run have in common (`SaveContext`), and what a rank writes in one of them (`RankContents`)."""
+"""What all saves of a run have in common (`SaveContext`), and what a rank writes in one save (`RankContents`)."""
 
 from __future__ import annotations
 
@@ -49,11 +49,24 @@ class RankContents(NamedTuple):
     # The shards that this rank writes, by tensor name.
     shards: Mapping[str, LocalShard]
 
-    # For tied tensors: other name -> name among the shards.
+    # As in `ManifestValues`.
     aliases: Mapping[str, str] = {}
-
-    # The values of the manifest, encoded by `encoding.pack`. They must not change any more.
     values: Mapping[str, Any] = {}
 
     # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
     copy_later: Collection[str] = ()
+
+    @property
+    def manifest_values(self) -> ManifestValues:
+        """What rank 0 writes to the manifest besides the tensors."""
+        return ManifestValues(self.aliases, self.values)
+
+
+class ManifestValues(NamedTuple):
+    """What a manifest holds besides the files and their tensors. It must not change while a thread writes it."""
+
+    # For tied tensors: other name -> name among the shards.
+    aliases: Mapping[str, str]
+
+    # Everything else, encoded by `encoding.pack`.
+    values: Mapping[str, Any]

@@ -4,7 +4,7 @@
     step-N.tmp-TOKEN-NUMBER/rank-RANK.json          its confirmation, for rank 0
     step-N.tmp-TOKEN-NUMBER/manifest.json           written by rank 0 when all ranks have confirmed
 
-Ranks communicate only through the storage, so that a rank which hangs does not block the writing threads of the others.
+Ranks communicate only through the storage, so that a rank that hangs blocks no writing thread of another rank.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Draft:
                 self.storage.delete(key)
 
     def is_gone(self) -> bool:
-        """Whether another rank, or another attempt, has deleted the folder."""
+        """Return whether another rank, or another attempt, has deleted the folder."""
         # If listing fails as well, the first error remains the reason.
         with suppress(OSError):
             return self.name not in self.storage.folders()

@@ -10,7 +10,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Written:
-    """This rank's file is durable, and the rest is up to rank 0: the outcome on all other ranks."""
+    """This rank's file is durable, and rank 0 does the rest: the outcome on all ranks but rank 0."""
 
 
 @dataclass(frozen=True)

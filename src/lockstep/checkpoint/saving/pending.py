@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.storage.transitions import committed
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
@@ -31,7 +31,7 @@ MAX_RETRY_S = 1800.0
 
 
 class PendingSave:
-    """At most one save, from its start until all ranks agree on its outcome. A checkpoint counts only then.
+    """The save in flight, if there is one, until all ranks agree on its outcome. Only then does its checkpoint count.
 
     `settle` and `abort_if_failed` are collective; the other methods are local.
     """
@@ -54,7 +54,9 @@ class PendingSave:
         # The save on whose outcome the ranks have not agreed yet; None: no save is in flight.
         self.save: Save | None = None
         self._logged = False  # whether its commit is logged
-        self._has_new_metrics = False  # whether its `metrics` came after its start
+
+        # The metrics of an evaluation that came after the start of this save, until they are in its checkpoint.
+        self._late_metrics: Mapping[str, float] | None = None
 
         # How many saves have failed since the last commit, and when to try again, by this rank's clock.
         self._failures = 0
@@ -67,17 +69,26 @@ class PendingSave:
         """Copy this rank's contents, and begin to write them with the metrics of this step. Call `settle` first."""
         assert self.save is None, f"the save of step {self.save.step} is not settled"
         self.save = self._saver.start(step, contents, metrics)
-        self._logged = self._has_new_metrics = False
+        self._logged = False
+        self._late_metrics = None
         self._retry_at = math.inf
         return self.save
 
     def retry_due(self) -> bool:
-        """Whether to save again because the last save failed. The clocks of the ranks differ, so one must decide."""
+        """Return whether to save again because the last save failed. Ask on one rank only: the clocks differ."""
         return time.monotonic() >= self._retry_at
 
     def has_step(self, step: int) -> bool:
-        """Whether the state after so many steps is committed in this run's folder, or about to be."""
+        """Return whether the state after so many steps is committed in this run's folder, or about to be."""
         return step == self.last_committed or (self.save is not None and step == self.save.step)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the save in flight: the late ones, if there are any; {} if no save is in flight."""
+        if self.save is None:
+            return {}
+
+        return self.save.metrics if self._late_metrics is None else self._late_metrics
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet.
@@ -88,15 +99,14 @@ class PendingSave:
             return False
 
         if self.save is not None and self.save.step == step:
-            self.save.metrics = metrics
-            self._has_new_metrics = True
+            self._late_metrics = metrics
         elif self._runtime.is_main:
             self._write_metrics(step, metrics)
 
         return True
 
     def _write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics into a committed checkpoint, on rank 0. A failure costs nothing but these."""
+        """Write metrics into a committed checkpoint, on rank 0. A failure costs only the metrics."""
         try:
             self._context.check_owner()
             self._context.metrics.write(step, metrics)
@@ -105,7 +115,7 @@ class PendingSave:
             self._log_event("warning", reason=reason)
 
     def poll(self) -> bool:
-        """Follow up a save that is committed by now. Return whether it failed on this rank, for the control word."""
+        """Log the save if it is committed by now. Return whether it failed on this rank, for the control word."""
         if self.save is None:
             return False
 
@@ -171,7 +181,7 @@ class PendingSave:
     def _last_good(self) -> str:
         """Say which checkpoint remains after a failed save. The storage may be out of reach."""
         try:
-            newest = committed(self._context.storage)[:1]
+            newest = list_checkpoints(self._context.storage)[:1]
         except OSError as error:
             return f"the checkpoints cannot be listed: {error}"
 
@@ -197,9 +207,9 @@ class PendingSave:
             self._log_commit(save, save.outcome)
             self._logged = True
 
-        if self._has_new_metrics:
-            self._write_metrics(save.step, save.metrics)
-            self._has_new_metrics = False
+        if self._late_metrics is not None:
+            self._write_metrics(save.step, self._late_metrics)
+            self._late_metrics = None
 
     def _log_commit(self, save: Save, outcome: Committed) -> None:
         if outcome.warning:

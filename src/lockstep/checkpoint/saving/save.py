@@ -17,19 +17,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Final
 
 import xxhash
 from rich.filesize import decimal as size_text
 
 from lockstep import faults
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
-from lockstep.checkpoint.rank_file import FileLayout
 from lockstep.checkpoint.saving.commit import announce, commit, delete_old
-from lockstep.checkpoint.saving.context import RankContents, SaveContext
+from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
-from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Copied, Snapshot
 from lockstep.checkpoint.storage.files import split
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
 from lockstep.runtime.shards import LocalShard
@@ -58,9 +58,9 @@ class Saver:
         self._snapshot.reserve(shards)
 
     def start(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
-        """Copy the contents, except those to be copied later, and start writing them.
+        """Copy the contents, except the tensors to be copied later, and start writing them.
 
-        `metrics`: of an evaluation of this step; {} if there was none.
+        `metrics`: the results of an evaluation of this step; {} if there was none.
         """
         began = time.perf_counter()
         self._wait_for_last()
@@ -69,7 +69,7 @@ class Saver:
         self._saves += 1
         self._last = save = Save(self._context, step, self._saves, layout.file_size, metrics)
 
-        # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
+        # Only this rank's own file counts: other ranks may have other disks, and may write much less or much more.
         if save.check_room():
             save.start(self._snapshot, contents, self._asynchronous)
 
@@ -114,13 +114,15 @@ class Save:
     ):
         """Prepare to save the state after `step` steps. Nothing is written here.
 
-        `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those of an
-        evaluation of this step, for `checkpoint.best`: until the commit, nothing else has them.
+        `number` counts the saves of this rank. Its file will have `file_size` bytes. `metrics` are empty, or come from
+        an evaluation of this step; `checkpoint.best` compares them, and until the commit nothing else has them.
         """
         self.context = context
         self.step = step
         self.file_size = file_size
-        self.metrics = metrics
+
+        # Final: rank 0 writes these at the commit. `PendingSave` has metrics that come later.
+        self.metrics: Final = metrics
 
         self.draft = Draft(context, step, number)
         self.outcome: SaveOutcome | None = None  # final once `wait` returns True
@@ -128,8 +130,8 @@ class Save:
         self._abort = AbortRequest()
         self._thread: threading.Thread | None = None
 
-        # The copy of the state, which runs while training continues, until `wait_for_copy`.
-        self._copying: BackgroundCopy | None = None
+        # What is copied while training continues, until `wait_for_copy`; None: nothing is left to wait for.
+        self._rest: BackgroundCopy | None = None
 
         self.stall_s = 0.0  # how long training waited for the save
         self.write_s = 0.0  # until this rank's file is durable; on rank 0, until the commit
@@ -139,16 +141,17 @@ class Save:
 
     def start(self, snapshot: Snapshot, contents: RankContents, asynchronous: bool) -> None:
         """Copy the contents to the snapshot, and write them in a thread, or at once."""
-        self._copying = snapshot.take(contents.shards, contents.copy_later if asynchronous else ())
+        copied = snapshot.take(contents.shards, contents.copy_later if asynchronous else ())
+        self._rest = copied.rest
 
-        # Not the shards: training changes them while the thread writes.
-        arguments = (snapshot.layout, snapshot.data(), self._copying, contents.aliases, contents.values, self.metrics)
+        # The thread gets the copy, and not the shards, which training changes meanwhile.
+        run = partial(self._run, copied, contents.manifest_values)
         if asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
-            self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._run(*arguments)
+            run()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the save has ended, or for `timeout` seconds. Return whether it has ended."""
@@ -164,17 +167,17 @@ class Save:
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
-        if self._copying is not None:
+        if self._rest is not None:
             began = time.perf_counter()
-            self._copying.wait()
-            self._copying = None
+            self._rest.wait()
+            self._rest = None
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
-        """End the save without a commit, unless it is committed by now, and delete what this rank has written of it.
+        """End the save without a commit, unless it is already committed, and delete what this rank has written.
 
-        After `timeout` seconds, a thread that still writes is left alone. It gives up when the disk answers, and the
-        next start deletes what it leaves.
+        After `timeout` seconds, a thread that is still writing is left alone. It gives up when the disk answers, and
+        the next start deletes what the thread leaves behind.
         """
         self._abort.request(why)
 
@@ -186,30 +189,19 @@ class Save:
 
     # ---- the thread ----
 
-    def _run(
-        self,
-        layout: FileLayout,
-        data: memoryview,
-        copying: BackgroundCopy,
-        aliases: Mapping[str, str],
-        values: Mapping[str, Any],
-        metrics: Mapping[str, float],
-    ) -> None:
-        """Write, confirm and (on rank 0) commit. No Exception leaves it: `outcome` says how it ended.
-
-        `data` is the data section of the file; `copying` completes it. Only rank 0 uses the rest.
-        """
+    def _run(self, copied: Copied, manifest_values: ManifestValues) -> None:
+        """Write, confirm and (on rank 0) commit. `outcome` says how the save ended: this raises no Exception."""
         self._began = time.perf_counter()
         try:
             # The copy of the optimizers' state may still be under way.
-            copying.run()
-            self._write_file(layout, data)
+            copied.rest.run()
+            self._write_file(copied)
 
             self.write_s = time.perf_counter() - self._began
             self._file_ended.set()
 
             if self.context.rank == 0:
-                self.outcome = commit(self.draft, self._abort, aliases, values, metrics)
+                self.outcome = commit(self.draft, self._abort, manifest_values, self.metrics)
                 self.outcome = self._tidy_up(self.outcome)
             else:
                 self.outcome = Written()
@@ -222,22 +214,22 @@ class Save:
             if not isinstance(error, Exception):
                 raise
 
-    def _write_file(self, layout: FileLayout, data: memoryview) -> None:
+    def _write_file(self, copied: Copied) -> None:
         """Write this rank's file, and confirm it for rank 0. The digest is computed while it is written."""
         digest = xxhash.xxh3_128()
         rank = self.context.rank
-        self.context.storage.write(self.draft.file(rank), self._chunks(layout, data, digest))
+        self.context.storage.write(self.draft.file(rank), self._chunks(copied, digest))
 
         # The last moment for an abort: once the file is confirmed, rank 0 may commit it.
         self._abort.check()
 
         # Rank 0 builds the manifest from the confirmations of all ranks.
         file = File(file_name(rank), self.file_size, digest.hexdigest())
-        self.draft.confirm(Confirmation(file, layout.tensors))
+        self.draft.confirm(Confirmation(file, copied.layout.tensors))
 
-    def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+    def _chunks(self, copied: Copied, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and update the digest. An aborted save ends between two chunks."""
-        chunks = [memoryview(layout.header), *split(data)]
+        chunks = [memoryview(copied.layout.header), *split(copied.data)]
         for number, chunk in enumerate(chunks):
             self._abort.check()
 
@@ -248,9 +240,9 @@ class Save:
             digest.update(chunk)
             yield chunk
 
-    def _tidy_up(self, committed: Committed) -> Committed:
-        """Do what follows a commit, and return its outcome: the checkpoint is safe whatever fails here."""
-        warning = committed.warning
+    def _tidy_up(self, outcome: Committed) -> Committed:
+        """Do what follows a commit, and return the outcome with a warning if that fails: the checkpoint is safe."""
+        warning = outcome.warning
         try:
             announce(self.draft)
 
@@ -263,7 +255,7 @@ class Save:
         except Exception as error:  # an exception would be lost with the thread
             warning = warning or f"safe, but tidying up after it failed: {_as_text(error)}"
 
-        return replace(committed, warning=warning)
+        return replace(outcome, warning=warning)
 
     # ---- a save that fails ----
 
@@ -289,7 +281,7 @@ class Save:
             failed = self._explain(error)
             self.draft.delete()
 
-            # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
+            # Tell rank 0 not to wait for this rank's file. If that fails as well, the first error is the one to report.
             if self.context.rank != 0 and not self._abort.requested:
                 with suppress(OSError):
                     self.draft.confirm(Confirmation(None, error=failed.reason))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +31,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Snapshot:
     """A buffer that is reused from save to save, because allocating takes longer than the copy.
 
-    Call `reserve`, then `take`. When `BackgroundCopy.run` returns, `data` is the data section of the file.
+    Call `reserve`, then `take`.
     """
 
     def __init__(self, file: str):
@@ -64,10 +65,10 @@ class Snapshot:
 
         return self.layout
 
-    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> BackgroundCopy:
-        """Copy `shards`, for which `reserve` has made room, except those named in `copy_later`.
+    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> Copied:
+        """Copy `shards`, for which `reserve` has made room, except the tensors named in `copy_later`.
 
-        The returned `BackgroundCopy` copies those. They must not change before its `wait` returns.
+        `Copied.rest` copies these tensors later. They must not change before its `wait` returns.
         """
         now: Pairs = []
         later: Pairs = []
@@ -76,15 +77,21 @@ class Snapshot:
             pairs.append((self._views[name], shard.local))
 
         _copy(now)
-        return BackgroundCopy(later)
+        data = self._buffer[: self.layout.size].numpy().data
+        return Copied(self.layout, data, BackgroundCopy(later))
 
-    def data(self) -> memoryview:
-        """Return the data section of the file: bytes, without a copy."""
-        return self._buffer[: self.layout.size].numpy().data
+
+@dataclass(frozen=True)
+class Copied:
+    """What one save writes: a copy of this rank's shards, which training does not change."""
+
+    layout: FileLayout  # of the file
+    data: memoryview  # the data section of the file, once `rest` has run
+    rest: BackgroundCopy
 
 
 class BackgroundCopy:
-    """Copies the rest of a snapshot during the next forward and backward, which do not change these tensors.
+    """Copies the rest of a snapshot during the next forward and backward, which do not change its tensors.
 
     Tensors on a GPU are copied in a separate stream, for which the host does not wait. Tensors on the CPU are copied by
     the thread that writes the file.
@@ -93,10 +100,9 @@ class BackgroundCopy:
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # A copy is torn if a tensor changed while it was copied. Its version counter shows that. `wait` compares first
-        # if an update is about to change the tensors; otherwise `run` compares when it is done.
+        # The version counters of the tensors show whether training has changed one of them during the copy.
         self._versions = self._versions_now()
-        self._torn: bool | None = None
+        self._torn: bool | None = None  # None: not compared yet (`_compare_once`)
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -105,17 +111,16 @@ class BackgroundCopy:
         self._gpu_copies = [self._enqueue(device) for device in devices]
 
     def run(self) -> None:
-        """Complete the copy, or raise. Called in the writing thread."""
+        """Complete the copy, or raise. The writing thread calls this."""
         try:
             _copy([(view, source) for view, source in self._pairs if not source.is_cuda])
 
             for event in self._gpu_copies:
                 event.synchronize()
         finally:
-            # Also after an error, so that the training thread does not wait forever.
-            with self._lock:
-                torn = self._versions_now() != self._versions if self._torn is None else self._torn
-                self._done.set()
+            # Do this after an error, too, so that the training thread does not wait forever.
+            torn = self._compare_once()
+            self._done.set()
 
         if torn:
             raise RuntimeError(
@@ -124,12 +129,11 @@ class BackgroundCopy:
             )
 
     def wait(self) -> None:
-        """Wait until the tensors may change. Called in the training thread."""
-        with self._lock:
-            if self._done.is_set():
-                return
+        """Wait until the tensors may change. The training thread calls this."""
+        if self._done.is_set():
+            return
 
-            self._torn = self._versions_now() != self._versions
+        self._compare_once()
 
         # The device's current stream waits for the copies; the host does not.
         for event in self._gpu_copies:
@@ -138,6 +142,18 @@ class BackgroundCopy:
         # The writing thread copies the tensors on the CPU.
         if any(not source.is_cuda for _, source in self._pairs):
             self._done.wait()
+
+    def _compare_once(self) -> bool:
+        """Return whether a tensor was changed during the copy. Only the first of two calls compares.
+
+        `wait` is first if an update comes before the end of the copy; after it the tensors may change. Otherwise `run`
+        is first, at the end of the copy.
+        """
+        with self._lock:
+            if self._torn is None:
+                self._torn = self._versions_now() != self._versions
+
+            return self._torn
 
     def _versions_now(self) -> list[int]:
         """Return torch's version counter of each tensor, which counts in-place changes."""

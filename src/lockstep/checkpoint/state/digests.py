@@ -1,9 +1,9 @@
-"""Digests of any state, and those of frozen parameters, which a checkpoint may hold in place of their values."""
+"""Digests of any state, and of frozen parameters, for which a checkpoint may hold digests in place of values."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,57 +14,83 @@ from lockstep.runtime.shards import as_bytes, checksums, full_tensor
 
 
 def digest(data: Any) -> str:
-    """Return a digest of all tensors and values in `data`, nested in any way."""
+    """Return a digest of all tensors and values in `data`, nested in any way.
+
+    The kind of each part, and its length or shape, are hashed before its contents: [1, 23] and [12, 3] differ.
+    """
     sha = hashlib.sha256()
-    _feed(sha, data)
+
+    # The digest of a single tensor is part of the file format (`FrozenDigests`). It has no kind.
+    if isinstance(data, Tensor):
+        _feed_tensor(sha, data)
+    else:
+        _feed(sha, data)
+
     return sha.hexdigest()
+
+
+def _feed_tensor(sha: Any, tensor: Tensor) -> None:
+    sha.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+
+    # Every rank holds a different shard of a DTensor, so only its dtype and shape count.
+    if not isinstance(tensor, DTensor):
+        sha.update(as_bytes(tensor.cpu()).numpy().tobytes())
 
 
 def _feed(sha: Any, data: Any) -> None:
     match data:
         case Tensor():
-            sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
-
-            # Every rank holds a different shard of a DTensor, so only its dtype and shape count.
-            if not isinstance(data, DTensor):
-                sha.update(as_bytes(data.cpu()).numpy().tobytes())
+            sha.update(b"dtensor:" if isinstance(data, DTensor) else b"tensor:")
+            _feed_tensor(sha, data)
 
         case np.ndarray() if data.dtype != object:
             # Not its repr, which omits digits, and the middle of a large array.
-            sha.update(f"{data.dtype}{data.shape}".encode())
+            sha.update(f"array:{data.dtype}{data.shape}".encode())
             sha.update(data.tobytes())
 
         case Mapping():
             # Sorted, since ranks may have filled it in different orders.
-            for key in sorted(data, key=str):
-                sha.update(str(key).encode())
-                _feed(sha, data[key])
+            keys = sorted(data, key=repr)
+            _feed_items(sha, "mapping", [item for key in keys for item in (key, data[key])])
 
-        case list() | tuple() | np.ndarray():
-            for value in data:
-                _feed(sha, value)
+        case list():
+            _feed_items(sha, "list", data)
+
+        case tuple():
+            _feed_items(sha, "tuple", data)
+
+        case np.ndarray():
+            _feed_items(sha, f"objects{data.shape}", data.ravel().tolist())
 
         case set() | frozenset():
             # Sorted, since the order of strings in a set differs between processes.
-            _feed(sha, sorted(data, key=repr))
+            _feed_items(sha, "set", sorted(data, key=repr))
 
         case _ if type(data).__repr__ is object.__repr__:
             # The default repr contains an address, so use the class and the attributes.
-            sha.update(type(data).__qualname__.encode())
-            _feed(sha, getattr(data, "__dict__", {}))
+            _feed_items(sha, "object", [type(data).__qualname__, getattr(data, "__dict__", {})])
 
         case _:
-            sha.update(repr(data).encode())
+            # A repr tells 1 from 1.0, True and "1".
+            text = repr(data).encode()
+            sha.update(b"value:%d:" % len(text))
+            sha.update(text)
+
+
+def _feed_items(sha: Any, kind: str, items: Sequence[Any]) -> None:
+    sha.update(f"{kind}:{len(items)}:".encode())
+    for item in items:
+        _feed(sha, item)
 
 
 class FrozenDigests:
     """Computes the digests of frozen parameters once (with checkpoint.frozen=false).
 
-    It computes them again if a parameter has changed after all, for example of a teacher whose weights
-    are an average of the model's.
+    It computes them again if a parameter has changed after all: the weights of a teacher may be an average of the
+    model's weights.
 
-    A digest copies the full tensor to the host. Whether it has changed is seen from torch's count of in-place
-    changes, and from a checksum on the device, because a change through `.data` is not counted.
+    A digest copies the full tensor to the host. A change is noticed without that: by torch's count of in-place changes,
+    and by a checksum on the device, because torch does not count a change through `.data`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], on_any_rank: Callable[[bool], bool]):
@@ -83,7 +109,11 @@ class FrozenDigests:
         parameters = self._parameters.values()
         seen = list(zip(checksums(parameters), (p._version for p in parameters), strict=True))
         changed = seen != self._seen
-        if self._on_any_rank(changed) if self._is_sharded else changed:
+        if self._is_sharded:
+            # All ranks compute a digest together: each holds a shard.
+            changed = self._on_any_rank(changed)
+
+        if changed:
             self._digests = {name: digest(full_tensor(p)) for name, p in self._parameters.items()}
             self._seen = seen
 

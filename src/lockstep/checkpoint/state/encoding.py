@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
@@ -14,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import FLOATS
+from lockstep.checkpoint.manifest import float_of, float_to_json
 from lockstep.errors import UserError
 
 # Plain state, as it is in the manifest.
 JsonDict = dict[str, Any]
 
-# A dict with one of these keys, and no other, encodes a value that JSON cannot represent. They are part of the file
-# format (see CONTRIBUTING).
+# A dict with one of these keys, and no other key, encodes a value that JSON cannot represent. The keys are part of the
+# file format (see CONTRIBUTING).
 MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
 
 
@@ -55,8 +54,7 @@ def pack(value: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
             return int(value)
 
         case float():
-            # Strict JSON has no NaN and no infinity.
-            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+            return float_to_json(float(value))
 
         case list():
             return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
@@ -104,8 +102,8 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
             return read(name).to(device)
         case {"$array": name}:
             return read(name).numpy()
-        case {"$float": text}:
-            return FLOATS[text]
+        case {"$float": _}:
+            return float_of(value)
         case {"$tuple": items}:
             return tuple(unpack(item, read, device) for item in items)
         case {"$items": pairs}:
@@ -126,16 +124,16 @@ class CapturedTensor(NamedTuple):
 
     tensor: Tensor
 
-    # The parameter or buffer to which it belongs: the tensor is the parameter itself, its average, or a part of the
-    # optimizer's state for it. None: it belongs to no parameter.
+    # The parameter or buffer to which the tensor belongs: the tensor is the parameter itself, its average, or a part of
+    # the optimizer's state for it. None: the tensor belongs to no parameter.
     parameter: str | None = None
 
-    # The stateful object whose state it is part of. The tensor may differ between ranks, and that of rank 0 is saved,
-    # unless it is a DTensor.
+    # The stateful object to whose state the tensor belongs. It may differ between ranks: rank 0's is saved, unless it
+    # is a DTensor.
     stateful: str | None = None
 
-    # Whether it may be copied while training continues, because it changes only after `Update.wait_for_copy`. The model
-    # is copied at once: a forward may change its buffers, and the user's code its parameters.
+    # Whether the tensor may be copied while training continues, because it changes only after `Update.wait_for_copy`.
+    # The model is copied at once: a forward may change its buffers, and the user's code its parameters.
     copy_later: bool = False
 
 

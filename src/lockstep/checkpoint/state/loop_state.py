@@ -1,6 +1,6 @@
 """What the objects of the loop keep between two steps: the clock, the log line, a requested stop, early stopping.
 
-They are made after the state of all others is restored, because they need the plan.
+These objects are made after all other state is restored, because they need the plan.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from lockstep.checkpoint.state.stateful import Stateful
 
 
 class LoopState:
-    """The state of the objects of the loop, by name. It is plain values, without tensors."""
+    """The state of the objects of the loop, by name. It consists of plain values, without tensors.
+
+    A resume restores the state before these objects exist, so `add` restores each of them. `load_state_dict` restores
+    the objects that are there at a rewind.
+    """
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._kept_in_rewinds: set[str] = set()
 
-        # What the checkpoint has for them from which the run was resumed; None: the run was not resumed.
+        # Their state in the checkpoint from which the run was resumed; None: the run was not resumed.
         self._saved: JsonDict | None = None
 
     def add(self, name: str, stateful: Stateful, rewinds: bool = True) -> None:
         """Save the state of an object from now on, and restore it at once if the run was resumed.
 
-        An older version may not have saved it, so each of its values has a default. `rewinds`: whether a rewind
-        restores it, too.
+        An older version may not have saved the object, so each value of its state has a default. `rewinds`: whether a
+        rewind restores it, too.
         """
         assert name not in self._objects, name
         self._objects[name] = stateful
@@ -38,7 +42,7 @@ class LoopState:
         return {name: stateful.state_dict() for name, stateful in self._objects.items()}
 
     def load_state_dict(self, saved: JsonDict) -> None:
-        """Restore the objects that a rewind restores. At a resume there are none yet: `add` restores each."""
+        """Restore the objects that a rewind restores. At a resume there are none yet."""
         self._saved = saved
         for name, stateful in self._objects.items():
             if name not in self._kept_in_rewinds:

@@ -19,7 +19,7 @@ from lockstep.runtime.shards import full_tensor
 
 
 class ModelState:
-    """Captures the state of a model and restores it. If parameters have float32 masters, those are saved."""
+    """Captures the state of a model and restores it. If parameters have float32 masters, the masters are saved."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ModelState:
         keep_frozen: bool,
         on_any_rank: Callable[[bool], bool],
     ):
-        """`held_elsewhere`: see `Placement`.
+        """`held_elsewhere`: see `ParameterHolders`.
 
         `keep_frozen` and `on_any_rank`: see `RunState`.
         """

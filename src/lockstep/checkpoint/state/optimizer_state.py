@@ -32,13 +32,13 @@ class OptimizerStates:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, held_elsewhere: Collection[str]):
-        """`held_elsewhere`: see `Placement`."""
+        """`held_elsewhere`: see `ParameterHolders`."""
         self.model = model
         self.optimizers = optimizers
         self._held_elsewhere = held_elsewhere
         self._device = next(model.parameters()).device
 
-        # The options of the parameter groups as the user's code set them. A resumed run compares them with saved ones.
+        # The options of the parameter groups as the user's code set them. A resume compares them with the saved ones.
         # Tensors are copied, since an optimizer may change them in place.
         self._options_at_start = [
             [{key: _copied(value) for key, value in group.items()} for group in _group_options(optimizer)]
@@ -167,34 +167,36 @@ class OptimizerStates:
     ) -> tuple[list[str], list[JsonDict]]:
         """Return the user's changes to the parameter groups, and the options to use for each group.
 
-        An option that the user's code has changed keeps its new value. All other options are those of the save: some
-        optimizers keep counters there, and some add theirs in the first step().
+        An option that the user's code sets to another value than in the saved run keeps this new value. All other
+        options get the values of the save: some optimizers keep counters there, and some add options in the first
+        step().
         """
-        options = _group_options(self.optimizers.all[number])
-        options_at_start = unpack(saved["initial"], reader.read, self._device)
-        options_at_save = unpack(saved["settings"], reader.read, self._device)
+        # The options of each group, as the user's code set them in the saved run and in this one, and at the save.
+        set_before = unpack(saved["initial"], reader.read, self._device)
+        set_now = self._options_at_start[number]
+        at_save = unpack(saved["settings"], reader.read, self._device)
 
         # Groups have no names, so they cannot be matched if their number differs.
-        if len(options_at_start) != len(options):
-            before = len(options_at_start)
-            change = f"optimizer {number} has {len(options)} parameter groups, {before} when it was saved"
-            return [change], options
+        current = _group_options(self.optimizers.all[number])
+        if len(set_before) != len(current):
+            change = f"optimizer {number} has {len(current)} parameter groups, {len(set_before)} when it was saved"
+            return [change], current
 
-        # Compare the options that the user's code sets now with those that it set when the run began.
         changed = []
-
-        for group, (now, before) in enumerate(zip(self._options_at_start[number], options_at_start, strict=True)):
+        merged = []
+        for group, options in enumerate(current):
+            before, now = set_before[group], set_now[group]
             different = _different_keys(before, now)
-            kept = {key: value for key, value in options[group].items() if key in different & now.keys()}
-            as_saved = {key: value for key, value in options_at_save[group].items() if key not in different}
-            options[group] = kept | as_saved
+            kept = {key: value for key, value in options.items() if key in different & now.keys()}
+            as_saved = {key: value for key, value in at_save[group].items() if key not in different}
+            merged.append(kept | as_saved)
 
             # `fused` depends on the device and does not change results.
             for key in sorted(different - {"fused"}):
                 values = f"{_as_text(before.get(key))} -> {_as_text(now.get(key))}"
                 changed.append(f"optimizer {number}, group {group}: {key} {values}")
 
-        return changed, options
+        return changed, merged
 
     def _names_by_id(self) -> dict[int, str]:
         """Return the names of the optimizers' tensors, by id: the parameters or their float32 masters."""
@@ -221,13 +223,8 @@ def _group_options(optimizer: torch.optim.Optimizer) -> list[JsonDict]:
 def _different_keys(before: JsonDict, now: JsonDict) -> set[str]:
     """Return the keys that only one of two dicts has, or that have different values in them."""
     in_both = before.keys() & now.keys()
-    changed = {key for key in in_both if _differ(before[key], now[key])}
+    changed = {key for key in in_both if digest(before[key]) != digest(now[key])}
     return (before.keys() ^ now.keys()) | changed
-
-
-def _differ(before: Any, now: Any) -> bool:
-    # A repr rounds tensors, and a digest does not say where one value in a list ends and the next one begins.
-    return repr(before) != repr(now) or digest(before) != digest(now)
 
 
 def _copied(value: Any) -> Any:

@@ -28,7 +28,7 @@ from lockstep.runtime.shards import (
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterHolders:
     """Which ranks hold the parameters of a model. By default every rank holds all of them."""
 
     # Parameters that the model of this rank has by name, but that only other ranks hold: in a pipeline.
@@ -45,7 +45,7 @@ class Placement:
 
 
 def replicated_sizes(tensors: Mapping[str, CapturedTensor]) -> dict[str, int]:
-    """Return the bytes of the replicated tensors that this rank holds, except those that only rank 0 writes."""
+    """Return the bytes of the replicated tensors that this rank holds, except the tensors that only rank 0 writes."""
     return {
         name: captured.tensor.nbytes
         for name, captured in tensors.items()
@@ -62,7 +62,7 @@ def shards_to_write(
     """Return what this rank writes: its shards, and some of the replicated tensors, balanced by bytes.
 
     `sizes` holds the `replicated_sizes` of each rank.
-    `duplicates`: see `Placement`.
+    `duplicates`: see `ParameterHolders`.
     """
     # Every rank computes the writers of all replicated tensors.
     writers = _writers(sizes)

@@ -26,7 +26,7 @@ from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, p
 from lockstep.checkpoint.state.loop_state import LoopState
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.reshard import Placement, replicated_sizes, shards_to_write
+from lockstep.checkpoint.state.reshard import ParameterHolders, replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -42,7 +42,7 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.shards import LocalShard
 from lockstep.task import BatchSource, Task
 
-# Settings that determine the order of the samples. Those that end in a dot are prefixes.
+# Settings that determine the order of the samples. An entry that ends in a dot is a prefix.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
 
@@ -55,6 +55,17 @@ class CapturedState(NamedTuple):
 
     # What the state_dict() of each stateful object returned. `json_state` and `tensors` encode it.
     states: dict[str, Any]
+
+
+class _Parts(NamedTuple):
+    """The parts of a run's state that have tensors, with the JSON that belongs to these."""
+
+    tensors: dict[str, CapturedTensor]
+    aliases: dict[str, str]
+    model: JsonDict  # without digests
+    optimizers: list[JsonDict]
+    states: dict[str, Any]  # of the stateful objects
+    encoded_states: JsonDict
 
 
 class RunState:
@@ -74,7 +85,7 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        placement: Placement = Placement(),
+        holders: ParameterHolders = ParameterHolders(),
         on_any_rank: Callable[[bool], bool] = bool,
     ):
         """Keep references to the objects of a run; nothing is copied.
@@ -90,23 +101,23 @@ class RunState:
         self.source = source
         self.registered = registered
         self.loop = LoopState()
-        self._placement = placement
+        self._holders = holders
         self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self._same_on_all_ranks = placement.all_on_every_rank and not optimizers.sharded
+        self._same_on_all_ranks = holders.all_on_every_rank and not optimizers.sharded
 
         self._device = next(model.parameters()).device
-        self._model_state = ModelState(model, optimizers, placement.held_elsewhere, keep_frozen, on_any_rank)
-        self._optimizer_states = OptimizerStates(model, optimizers, placement.held_elsewhere)
+        self._model_state = ModelState(model, optimizers, holders.held_elsewhere, keep_frozen, on_any_rank)
+        self._optimizer_states = OptimizerStates(model, optimizers, holders.held_elsewhere)
 
     # ---- saving ----
 
     def contents_of_rank(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> RankContents:
         """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
 
-        `run_values` are the values that do not come from here: the settings, the plan, the versions.
+        `run_values` are values that do not come from here: the settings, the plan, the versions.
         """
         # Rank 0 writes the JSON state of all ranks, which may hold different parameters.
         captured = self.capture()
@@ -133,7 +144,7 @@ class RunState:
         # If all ranks hold the same tensors, no exchange is needed.
         same = self._same_on_all_ranks
         all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.all_gather_json(sizes)
-        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._placement.duplicates)
+        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._holders.duplicates)
 
     def check_same_names(self, runtime: Runtime) -> None:
         """Raise a UserError unless all ranks have registered objects of the same names. Collective."""
@@ -157,47 +168,55 @@ class RunState:
                 log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def capture(self) -> CapturedState:
-        """Return the state of the run, except that of the loop.
+        """Return the state of the run, without the state of the loop.
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        captured = self.capture_tensors()
-        captured.json_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
-        captured.json_state["next_samples"] = next_samples(self.source)
+        parts = self._capture_parts()
 
         # Between two steps, the state of the stepper is a few counters, without tensors.
         stepper_tensors: dict[str, Tensor] = {}
-        captured.json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+        stepper = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
         assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
-        return captured
 
-    def capture_tensors(self) -> CapturedState:
-        """Return all tensors, and the JSON state that belongs to them, without computing digests.
+        # The keys are part of the file format (see CONTRIBUTING).
+        json_state = {
+            "model": {**parts.model, "frozen_digests": self._model_state.frozen_digests()},
+            "optimizers": parts.optimizers,
+            "stateful": parts.encoded_states,
+            "required": sorted(name for name in self.registered.required if parts.states[name]),
+            "upcoming": digest_of_upcoming(self.source),
+            "stepper": stepper,
+        }
+        return CapturedState(parts.tensors, parts.aliases, json_state, parts.states)
 
-        Collective if the `state_dict` of the data source is.
-        """
+    def capture_tensors(self) -> dict[str, CapturedTensor]:
+        """Return all tensors, without computing digests. Collective if the `state_dict` of the data source is."""
+        return self._capture_parts().tensors
+
+    def _capture_parts(self) -> _Parts:
         tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
         optimizers = self._optimizer_states.capture(tensors)
-        for name, stateful in self.registered.items():
+        for name, stateful in self.registered.per_parameter.items():
             tensors.update(capture_parameter_tensors(name, stateful))
 
         stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
         encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
-        required = sorted(name for name in self.registered.required if states[name])
-
-        # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
-        json_state = {"model": model, "optimizers": optimizers, "stateful": encoded, "required": required}
-        return CapturedState(tensors, aliases, json_state, states)
+        return _Parts(tensors, aliases, model, optimizers, states, encoded)
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and stateful objects, and an estimate for the optimizers, which allocate later."""
         sizes = [tensor.nbytes for tensor in self._model_state.tensors().values()]
+        tensors: dict[str, CapturedTensor] = {}
+        for name, stateful in self.registered.per_parameter.items():
+            tensors.update(capture_parameter_tensors(name, stateful))
+
         for name, stateful in self.registered.items():
-            tensors = capture_parameter_tensors(name, stateful)
             pack_into(tensors, stateful.state_dict(), f"stateful.{name}")
-            sizes += [captured.tensor.nbytes for captured in tensors.values()]
+
+        sizes += [captured.tensor.nbytes for captured in tensors.values()]
 
         # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
         if self.optimizers.masters:
@@ -212,7 +231,7 @@ class RunState:
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
-        Raise a UserError if a different run was saved. `values`: those of the manifest.
+        Raise a UserError if a different run was saved. `values`: the values of the manifest.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
         check_values(reader, "state")
@@ -228,8 +247,8 @@ class RunState:
         # The model first: it checks that the checkpoint is of this model before anything is changed.
         self._model_state.restore(reader, json_state["model"], self._frozen_advice)
 
-        # Some optimizers train other weights than they evaluate. A checkpoint holds those to evaluate, and the
-        # optimizers' state has the others.
+        # Some optimizers train other weights than they evaluate. A checkpoint holds the weights to evaluate, and the
+        # state of the optimizers has the weights to train.
         changes = self._optimizer_states.restore(json_state["optimizers"], reader)
         self.optimizers.switch("train")
         self.stepper.load_state_dict(unpack(json_state["stepper"], reader.read, self._device))
@@ -237,10 +256,10 @@ class RunState:
         # The data source must continue with the samples that the saved run would have taken next.
         states = {name: self._read(name, state, reader) for name, state in json_state["stateful"].items()}
         self.source.load_state_dict(states.pop("data"))
-        _check_next_samples(json_state["next_samples"], next_samples(self.source), changed_settings)
+        _check_next_samples(json_state.get("upcoming"), digest_of_upcoming(self.source), changed_settings)
 
         # The task and others come last: their `load_state_dict` may read what was restored above.
-        for name, stateful in self.registered.items():
+        for name, stateful in self.registered.per_parameter.items():
             changes += restore_parameter_tensors(name, stateful, reader)
 
         changes += self._restore_registered(states)
@@ -270,7 +289,7 @@ class RunState:
             saved = states.get(name)
             current = stateful.state_dict()
 
-            # What changed between the two is reported, not refused: an object that is not required may come and go.
+            # Differences are reported, not refused: an object that is not required may come and go.
             if saved:
                 changed += optional_members(stateful).changes_since(saved)
                 stateful.load_state_dict(saved)
@@ -302,7 +321,7 @@ class RunState:
 
 
 def check_values(reader: CheckpointReader, *keys: str) -> None:
-    """Raise a UserError unless the manifest has values of these keys: something else than a run may have written it."""
+    """Raise a UserError unless the manifest has these keys: a program other than a run may have written it."""
     missing = sorted(keys - reader.manifest.values.keys())
     if missing:
         raise UserError(
@@ -331,8 +350,8 @@ def _noted(reader: CheckpointReader) -> Iterator[None]:
 
 def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:
     """Merge the JSON state of all ranks, which differs only where the ranks hold different parameters."""
-    # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest rank's is used: it
-    # comes last here and overwrites the others.
+    # In a pipeline, each rank has the extra state of its stage. If several ranks have the same key, the lowest rank's
+    # value is used: it comes last here.
     model: JsonDict = {key: {} for key in by_rank[0]["model"]}
     for json_state in reversed(by_rank):
         for key, entries in model.items():
@@ -342,14 +361,15 @@ def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:
     return {**by_rank[0], "model": model, "optimizers": optimizers}
 
 
-def next_samples(source: BatchSource) -> str | None:
+def digest_of_upcoming(source: BatchSource) -> str | None:
     """Return a digest of the next samples, or None if the source cannot list them without reading them."""
     upcoming = source.upcoming()
     return None if upcoming is None else digest(upcoming)
 
 
 def _check_next_samples(saved: str | None, current: str | None, changed_settings: Sequence[Change]) -> None:
-    # A source that cannot list its next samples is not checked.
+    # A source that cannot list its next samples is not checked, nor is a checkpoint of an older version, which has an
+    # ambiguous digest under another key.
     if saved is None or current is None or saved == current:
         return
 

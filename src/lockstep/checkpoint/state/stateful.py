@@ -7,7 +7,7 @@ rewind and the check for free space then know it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import read_into
 from lockstep.errors import UserError, plural
 
-# How the names of all tensors begin, except those of a `PerParameter`.
+# How the names of all tensors begin, except the tensors of a `PerParameter`.
 TENSOR_KINDS = (MODEL, "optimizer", "extra", "stateful")
 
 
@@ -36,19 +36,27 @@ class Stateful(Protocol):
 class PerParameter(Stateful, Protocol):
     """A stateful object that also has a tensor for each parameter, sharded like the parameter: averages, for example.
 
-    They are saved as NAME.PARAMETER, and restored in place before `load_state_dict` is called. By default a save copies
-    them while training waits. If `copy_later` is true, they must change only after `Update.wait_for_copy`.
+    The tensors are saved as NAME.PARAMETER, and restored in place before `load_state_dict` is called. By default a save
+    copies them while training waits. An object may also have an attribute `copy_later`: if it is true, its tensors are
+    copied later, and must change only after `Update.wait_for_copy`.
     """
 
     # The tensors that this rank holds, by the name of the parameter. They exist from the start, and are never replaced.
     parameter_tensors: Mapping[str, Tensor]
 
     def restart(self, names: Collection[str], /) -> None:
-        """Let the tensors of these parameters begin afresh: the checkpoint has none for them."""
+        """Let the tensors of these parameters begin afresh, because the checkpoint has none for them."""
+
+
+def is_per_parameter(stateful: object) -> TypeGuard[PerParameter]:
+    """Return whether an object has a tensor for each parameter."""
+    # Not `isinstance` with a protocol that is checked at runtime: from Python 3.12 on it does not see the members that
+    # a wrapper has through `__getattr__`, and their tensors would be lost without a word.
+    return hasattr(stateful, "parameter_tensors")
 
 
 class OptionalMembers(NamedTuple):
-    """What a stateful object may have besides its state, with a default where it has none."""
+    """What any stateful object may have besides its state, with a default where it has none."""
 
     # read_shard(name, reader) reads this rank's shard of a tensor. None: the state is the same on every rank.
     read_shard: Callable[[str, CheckpointReader], Tensor] | None
@@ -56,18 +64,12 @@ class OptionalMembers(NamedTuple):
     # changes_since(state) lists what the user's code has changed since `state` was saved.
     changes_since: Callable[[dict[str, Any]], list[str]]
 
-    # As in `PerParameter`.
-    parameter_tensors: Mapping[str, Tensor]
-    copy_later: bool
-
 
 def optional_members(stateful: object) -> OptionalMembers:
-    """Return the optional members of a stateful object, which `RegisteredState.add` has checked."""
+    """Return the optional members of a stateful object."""
     return OptionalMembers(
         read_shard=getattr(stateful, "read_shard", None),
         changes_since=getattr(stateful, "changes_since", None) or (lambda state: []),
-        parameter_tensors=getattr(stateful, "parameter_tensors", {}),
-        copy_later=getattr(stateful, "copy_later", False),
     )
 
 
@@ -78,6 +80,9 @@ class RegisteredState(dict[str, Stateful]):
         super().__init__()
         self.is_open = True  # until the run resumes: what is added later would be saved, but never restored
 
+        # The objects among them that have a tensor for each parameter.
+        self.per_parameter: dict[str, PerParameter] = {}
+
         # Names that must be in both the checkpoint and the resumed run, or in neither. All others may come and go.
         self.required: set[str] = set()
 
@@ -86,7 +91,7 @@ class RegisteredState(dict[str, Stateful]):
 
         `required`: a resume is refused if only one of checkpoint and run has state of this name.
         """
-        has_tensors = hasattr(stateful, "parameter_tensors")
+        has_tensors = is_per_parameter(stateful)
         if name in ("data", *self) or (has_tensors and name in TENSOR_KINDS):
             raise UserError(f"{name!r} cannot be saved with the run: the name is taken", "", "use another name")
 
@@ -120,6 +125,9 @@ class RegisteredState(dict[str, Stateful]):
             )
 
         self[name] = stateful
+        if is_per_parameter(stateful):
+            self.per_parameter[name] = stateful
+
         if required:
             self.required.add(name)
 
@@ -127,19 +135,20 @@ class RegisteredState(dict[str, Stateful]):
 # ---- a tensor for each parameter ----
 
 
-def capture_parameter_tensors(name: str, stateful: Stateful) -> dict[str, CapturedTensor]:
+def capture_parameter_tensors(name: str, stateful: PerParameter) -> dict[str, CapturedTensor]:
     """Return the tensors that the object called `name` has for parameters, under the names that a checkpoint uses."""
-    members = optional_members(stateful)
+    # Few objects have this attribute, so the protocol does not ask for it.
+    copy_later = getattr(stateful, "copy_later", False)
     return {
-        f"{name}.{parameter}": CapturedTensor(tensor, parameter=parameter, copy_later=members.copy_later)
-        for parameter, tensor in members.parameter_tensors.items()
+        f"{name}.{parameter}": CapturedTensor(tensor, parameter=parameter, copy_later=copy_later)
+        for parameter, tensor in stateful.parameter_tensors.items()
     }
 
 
-def restore_parameter_tensors(name: str, stateful: Stateful | PerParameter, reader: CheckpointReader) -> list[str]:
+def restore_parameter_tensors(name: str, stateful: PerParameter, reader: CheckpointReader) -> list[str]:
     """Restore the tensors that the object called `name` has for parameters. Return a line if some are not saved."""
     missing = []
-    for parameter, tensor in optional_members(stateful).parameter_tensors.items():
+    for parameter, tensor in stateful.parameter_tensors.items():
         if f"{name}.{parameter}" in reader.manifest.tensors:
             read_into(tensor, f"{name}.{parameter}", reader)
         else:
@@ -149,5 +158,5 @@ def restore_parameter_tensors(name: str, stateful: Stateful | PerParameter, read
     if not missing:
         return []
 
-    stateful.restart(missing)  # pyrefly: ignore[missing-attribute]
+    stateful.restart(missing)
     return [f"{name}: {plural(len(missing), 'tensor')} not in the checkpoint, starting afresh"]

@@ -11,7 +11,7 @@ from lockstep.runtime.shards import to_local
 
 
 def is_extra(name: str) -> bool:
-    """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
+    """Return whether a key of a state dict holds the result of a module's `get_extra_state`: any object."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

@@ -4,5 +4,5 @@
 only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found, and
 `safe_store` makes its exceptions OSErrors. `checkpoint` is the handle of one checkpoint, and `transitions` commits
 drafts, sets checkpoints aside and deletes them. With `retry` all ranks try again, and give up together, if the folder
-is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
+cannot be reached. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
 """

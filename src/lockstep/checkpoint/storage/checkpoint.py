@@ -1,4 +1,4 @@
-"""One folder of a storage, as the handle that the rest of the package passes around."""
+"""A checkpoint in a storage, as the handle that the rest of the package passes around, and the list of all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.run_folder.checkpoint_names import folder_name, step_in
+from lockstep.run_folder.checkpoint_names import committed_names, folder_name, step_in
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,8 @@ class Checkpoint:
 
     def open(self, file: str) -> io.BufferedIOBase:
         return self.storage.open(f"{self.name}/{file}")
+
+
+def list_checkpoints(storage: CheckpointStorage) -> list[Checkpoint]:
+    """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
+    return [Checkpoint(storage, name) for name in committed_names(storage.folders())]

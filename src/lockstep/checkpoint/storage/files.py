@@ -69,17 +69,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_names(path: Path) -> None:
-    """Make the name of a file or folder durable, and those of the folders above it on its disk: any may be new.
+    """Make the name of a file or folder durable, and the names of the folders above it on its disk: any may be new.
 
     Raise OSError if the name itself cannot be made durable.
     """
-    # Climb with "..": a relative path may begin below a folder that this user may not enter. The disk is that of a
-    # folder, because on overlayfs a file may seem to be on another.
+    # Climb with "..": a relative path may begin below a folder that this user may not enter. Ask the folder for its
+    # disk, because on overlayfs a file may seem to be on another disk than its folder.
     folder = path / ".." if path.is_dir() else path.parent
     sync_folder(folder)
     here = folder.stat()
 
-    # Above it nothing was written to. An error there, such as that of a file server, must not stop a run.
+    # The folders above were not written to. An error there, of a file server for example, must not stop a run.
     with suppress(OSError):
         while True:
             folder = folder / ".."

@@ -8,8 +8,9 @@ tensor files. Everything else is in the run's folder, and one rename there is th
     s3://BUCKET/RUN/step-00000040/rank-00000-RANDOM.safetensors   the object
 
 An object is written once, at a URL that is never used again. The URL is in the folder before the object exists, so what
-a killed process leaves behind is found there, and deleted with the folder. Without a store, the tensors are files in
-the folder (`rank-00000.safetensors`).
+a killed process leaves behind is found there, and deleted with the folder. There is one exception: the eight bytes of
+`try_store` have no file with their URL, and a process that is killed between their write and their deletion leaves them
+in the store. Without a store, the tensors are files in the folder (`rank-00000.safetensors`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
@@ -28,6 +31,8 @@ from lockstep.files import open_regular, read_bytes, replacing
 from lockstep.run_folder.checkpoint_facts import folders_in
 from lockstep.run_folder.checkpoint_names import (
     DELETED_PREFIX,
+    LATEST,
+    OWNER,
     TENSOR_SUFFIX,
     URL_SUFFIX,
     file_name,
@@ -36,6 +41,9 @@ from lockstep.run_folder.checkpoint_names import (
     object_url,
 )
 from lockstep.run_folder.paths import CHECKPOINTS
+
+# How old a temporary file must be before it counts as left by a process that was killed. A live writer takes moments.
+LEFTOVER_S = 60.0
 
 
 class NotDurable(OSError):
@@ -46,7 +54,7 @@ class CheckpointStorage:
     """The checkpoints of a run. They survive a power cut: contents are written to the disk before names.
 
     A key is "FOLDER/FILE", or "FILE" at the top level. A folder exists as long as it has files. A rename of a folder is
-    the commit of a checkpoint: before it, the folder has another name, and no reader takes it for a checkpoint. Methods
+    the commit of a checkpoint: until then the folder has another name, and no reader takes it for a checkpoint. Methods
     raise FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means
     "full".
 
@@ -87,8 +95,8 @@ class CheckpointStorage:
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Write a file. It is durable when this returns; until then readers may see an incomplete file.
 
-        The chunks are of any length; those of a rank's data have at most CHUNK bytes, and are aligned to PAGE. Their
-        memory is reused after this returns.
+        The chunks are of any length. The chunks of a rank's data have at most CHUNK bytes, and are aligned to PAGE. The
+        memory of all chunks is reused after this returns.
         """
         path = self.root / key
         if self.url and key.endswith(TENSOR_SUFFIX):
@@ -103,7 +111,7 @@ class CheckpointStorage:
         assert self.url is not None
         url = object_url(self.url, self.root.absolute().parent.name, path.parent.name, path.name)
         url_file = _url_file(path)
-        with replacing(url_file, str(os.getpid())) as temporary:
+        with _replacing(url_file) as temporary:
             write_file(temporary, [memoryview(url.encode())])
 
         sync_folder(url_file.parent)
@@ -125,7 +133,7 @@ class CheckpointStorage:
         # Most of these files are messages to running processes, which a power cut ends as well. They need no fsync,
         # which takes a millisecond or more: the next start claims the storage anew, and lists the checkpoints itself.
         path = self.root / key
-        with replacing(path, str(os.getpid())) as temporary, create_file(temporary) as file:
+        with _replacing(path) as temporary, create_file(temporary) as file:
             write_all(file.fileno(), memoryview(data))
             if durable:
                 os.fsync(file.fileno())
@@ -133,19 +141,23 @@ class CheckpointStorage:
         if durable:
             sync_folder(path.parent)
 
-        # Delete temporary files whose writer was killed. Those in a draft are deleted with it.
-        if path.parent == self.root:
-            for leftover in self.root.glob(f".{key}.*"):
-                leftover.unlink(missing_ok=True)
+    def delete_old_temporaries(self) -> None:
+        """Delete temporary files of `latest` and `owner` whose writer was killed. Those in a folder go with it."""
+        for name in (LATEST, OWNER):
+            for temporary in self.root.glob(f".{name}.*"):
+                # Another process may delete it at this moment, or may still write to it.
+                with suppress(OSError):
+                    if time.time() - temporary.stat().st_mtime > LEFTOVER_S:
+                        temporary.unlink()
 
     def sync_name(self) -> None:
-        """Make the name of the folder itself durable, and those above it, such as the run's. Called once it exists."""
+        """Make the name of this folder durable, and the names of the folders above it. The folder must exist."""
         sync_names(self.root)
 
     def rename(self, folder: str, to: str) -> None:
         """Rename a folder, atomically and durably: this is the commit. `to` must not exist.
 
-        Raises NotDurable if the folder has its new name, but may lose it in a power cut. After any other error the
+        Raise NotDurable if the folder has its new name, but may lose it in a power cut. After any other error the
         folder has its old name.
         """
         os.rename(self.root / folder, self.root / to)
@@ -177,7 +189,7 @@ class CheckpointStorage:
                     path.parent.rmdir()
 
     def delete_objects(self) -> None:
-        """Delete the checkpoints that have objects: `lockstep rm` deletes only the folder, and their URLs with it."""
+        """Delete the checkpoints with objects in a store. `lockstep rm` deletes only the folder, and so their URLs."""
         for name in self.folders():
             if any((self.root / name).glob(f"*{URL_SUFFIX}")):
                 self.delete(name)
@@ -187,7 +199,7 @@ class CheckpointStorage:
         return open_store(self.url).free_bytes(self.url) if self.url else free_bytes(self.root)
 
     def try_store(self) -> None:
-        """Write, read and delete a small object, if tensors are kept in a store. Raises OSError if it fails."""
+        """Write, read and delete a small object, if tensors are kept in a store. Raise OSError if it fails."""
         if not self.url:
             return
 
@@ -208,6 +220,12 @@ class CheckpointStorage:
         store.delete(url)
         if found != written:
             raise OSError(errno.EIO, "other bytes were read than were written", url)
+
+
+def _replacing(path: Path) -> AbstractContextManager[Path]:
+    """Write to a temporary file with a name that no other process uses, and then rename it to `path`."""
+    # Not the number of the process: two containers that share a disk may have processes of the same number.
+    return replacing(path, f"{secrets.token_hex(4)}.tmp")
 
 
 # ---- files that hold the URL of an object ----
@@ -232,21 +250,24 @@ def _read_url(url_file: Path) -> str | None:
 
 
 def _delete_with_object(url_file: Path) -> None:
-    """Delete the object whose URL is in a file, then the file. The object may never have been written."""
+    """Delete the object whose URL is in a file, and then the file. The object may never have been written.
+
+    The file is renamed first. A rank that is still writing the object does not find the file any more, and then deletes
+    the object itself (`_write_object`). The URL is deleted last: while the object exists, it must not be lost.
+    """
     url = _read_url(url_file)
     if url is None:
         return
 
-    # The file first gets another name: a rank that still writes the object sees by it that it must delete the object
-    # itself. As long as the object exists, its URL must not be lost.
+    # Another rank may do the same at this moment.
     renamed = _to_delete(url_file)
-    with suppress(FileNotFoundError):  # another rank may delete it at this moment
+    with suppress(FileNotFoundError):
         url_file.rename(renamed)
         open_store(url).delete(url)
         renamed.unlink()
 
 
 def _to_delete(url_file: Path) -> Path:
-    """Return the name of a file with a URL, once its object is to be deleted."""
+    """Return the name that a file with a URL has while its object is being deleted."""
     name = url_file.name
     return url_file if name.startswith(DELETED_PREFIX) else url_file.with_name(f"{DELETED_PREFIX}{name}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 
-# Errors that last until somebody makes room, or grants permission. A run does not wait after them.
+# Errors that last until somebody makes room or grants permission. After such an error a run does not wait.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EROFS)
 
@@ -54,9 +54,9 @@ def retry_on_rank0(runtime: Runtime, timeout_s: float, act: Callable[[], Any], p
 
 
 def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
-    """Call `act` until it does not raise StorageUnavailable. After `timeout_s` seconds, let that pass. Collective.
+    """Call `act` until it does not raise StorageUnavailable: a file server or an object store may come back.
 
-    A file server or an object store may come back.
+    After `timeout_s` seconds, let the error pass. Collective.
     """
     began = time.monotonic()
     pause = FIRST_PAUSE_S

@@ -1,4 +1,4 @@
-"""A store whose exceptions are OSErrors: these cost a checkpoint, but not the run.
+"""A store that raises only OSErrors, which cost a checkpoint, but not the run.
 
 A store may be the user's, or one of many that fsspec knows, and each has exceptions of its own.
 """
@@ -57,7 +57,7 @@ class SafeStore:
 
 
 class _SafeReader(io.RawIOBase):
-    """Reads a stream of a store. Whatever that raises becomes an OSError."""
+    """Reads a stream of a store. Any exception of the stream becomes an OSError."""
 
     def __init__(self, file: Any, url: str):
         super().__init__()
@@ -88,7 +88,7 @@ class _SafeReader(io.RawIOBase):
 
 @contextmanager
 def _as_os_error(url: str, passed: Iterable[Exception] = ()) -> Iterator[None]:
-    """Turn exceptions into OSError, except those that are `passed`."""
+    """Turn exceptions into OSError. The exceptions in `passed` stay as they are."""
     try:
         yield
     except OSError:

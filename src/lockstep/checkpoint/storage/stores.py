@@ -24,7 +24,7 @@ from lockstep.user_classes import import_class, is_class_name
 class TensorStore(Protocol):
     """Keeps the tensor files of checkpoints, each at a URL of its own. Each process makes one, without arguments.
 
-    Nothing is ever overwritten or renamed: a URL is written once, and never used again after it was deleted. All ranks
+    Nothing is ever overwritten or renamed: a URL is written once, and never used again once it is deleted. All ranks
     of a run use a store at the same time, and each rank from two threads. FileNotFoundError means that there is nothing
     at this URL, and errno.ENOSPC that the store is full. Any other exception costs one checkpoint, and never the run.
 
@@ -131,7 +131,7 @@ def _locate(url: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url)
 
 
-# The stores by the scheme of their URLs. `allow_store` adds those of the user. fsspec knows all other schemes.
+# The stores by the scheme of their URLs. `allow_store` adds the user's stores. fsspec knows all other schemes.
 STORES: dict[str, TensorStore] = {"file": LocalFiles(), "local": LocalFiles()}
 _OTHERS = FsspecStore()
 
@@ -150,7 +150,7 @@ def allow_store(name: str) -> None:
     """Import the user's class MODULE:CLASS, and let URLs use it in this process.
 
     An import runs code, and a checkpoint may come from elsewhere. So only a name that the user typed is imported, and
-    never one that is in a file of a checkpoint.
+    never a name that is in a file of a checkpoint.
     """
     if not is_class_name(name):
         raise UserError(f"{name} is not the name of a store's class", "", "use MODULE:CLASS, such as my_module:MyStore")

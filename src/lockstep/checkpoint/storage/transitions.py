@@ -1,7 +1,7 @@
 """The transitions of a checkpoint: who may commit, how a draft becomes a checkpoint, how one is set aside or deleted.
 
-Each is a few renames and deletions in a `CheckpointStorage`. A kill between two of them loses no checkpoint, and
-the next start does the rest.
+Each transition is a few renames and deletions in a `CheckpointStorage`. A kill between two of them loses no
+checkpoint, and the next start does the rest.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal
 
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.run_folder.checkpoint_names import (
     LATEST,
     OWNER,
-    committed_names,
     is_half_deleted,
     name_aside,
     name_before_replaced,
@@ -24,13 +23,8 @@ from lockstep.run_folder.checkpoint_names import (
 )
 
 
-def committed(storage: CheckpointStorage) -> list[Checkpoint]:
-    """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
-    return [Checkpoint(storage, name) for name in committed_names(storage.folders())]
-
-
 def claim(storage: CheckpointStorage, token: str) -> None:
-    """Make the attempt with this (fencing) token the only one that may commit. Called before any file is written.
+    """Make the attempt with this (fencing) token the only one that may commit. Call it before any file is written.
 
     The owner is checked just before the rename that commits. A process suspended between the check and the rename can
     still commit.
@@ -51,11 +45,12 @@ def owner_of(storage: CheckpointStorage) -> str | None:
 
 
 def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
-    """Delete the folders that other attempts left half written or half deleted.
+    """Delete the folders and temporary files that other attempts left half written or half deleted.
 
-    A checkpoint that was about to be replaced gets its name back. Raises OSError if that fails.
+    A checkpoint that was about to be replaced gets its name back. Raise OSError if that fails.
     """
     put_back_replaced(storage)
+    storage.delete_old_temporaries()
     with suppress(OSError):
         delete_replaced(storage, token)
 
@@ -71,7 +66,7 @@ def update_latest(storage: CheckpointStorage) -> None:
 
     Nothing here reads it: `search.newest_valid` and the launcher list the checkpoints themselves.
     """
-    newest = committed(storage)[:1]
+    newest = list_checkpoints(storage)[:1]
     if newest:
         storage.replace(LATEST, newest[0].name.encode() + b"\n")
     else:
@@ -92,7 +87,7 @@ def set_aside_later(storage: CheckpointStorage, step: int) -> None:
     """Set aside all checkpoints after `step`: the run rewinds, or goes back, to it. After an OSError, call it again."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
-    rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
+    rewound = [checkpoint.name for checkpoint in list_checkpoints(storage) if checkpoint.step > step]
 
     for name in rewound:
         _rename(storage, name, name_aside(name, "rewound", taken))
@@ -102,10 +97,10 @@ def set_aside_later(storage: CheckpointStorage, step: int) -> None:
 
 
 def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
-    """Rename a draft to the name of its step: this is the commit. Raises NotDurable as `rename` does.
+    """Rename a draft to the name of its step: this is the commit. Raise NotDurable as `rename` does.
 
-    An earlier checkpoint of this step makes way as `step-N.replaced`. Until the commit it counts: if the commit fails,
-    it gets its name back, after a kill at the next start (`put_back_replaced`).
+    An earlier checkpoint of this step makes way as `step-N.replaced`. If the commit fails, the earlier checkpoint gets
+    its name back; after a kill, the next start does this (`put_back_replaced`).
     """
     # A file system cannot replace a folder by another one.
     if name in storage.folders():
@@ -127,7 +122,7 @@ def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
 def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
     """Delete what this attempt has left half deleted: the store may be back. Return the first error, if there is one.
 
-    What other attempts have left is deleted by the next start.
+    The next start deletes what other attempts have left.
     """
     failed = None
     for name in storage.folders():
@@ -141,7 +136,7 @@ def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
 
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
-    """Delete a checkpoint, or one that was replaced. It is renamed first, so that no reader finds half of it."""
+    """Delete a checkpoint, or `step-N.replaced`. The folder is renamed first, so that no reader finds half of it."""
     step, _, _ = name.partition(".")
     temporary = name_to_delete(step, token)
 
@@ -162,7 +157,7 @@ def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
 
 
 def put_back_replaced(storage: CheckpointStorage) -> None:
-    """Give checkpoints their names back whose replacement was never committed. Raises OSError."""
+    """Give a checkpoint its name back if its replacement was never committed. Raise OSError."""
     folders = storage.folders()
     for name in folders:
         before = name_before_replaced(name)
@@ -172,13 +167,13 @@ def put_back_replaced(storage: CheckpointStorage) -> None:
         try:
             _rename(storage, name, before)
         except OSError:
-            # Its writer may be alive, and may have committed the other one at this moment.
+            # The writer may be alive, and may have committed the replacement at this moment.
             if before not in storage.folders():
                 raise
 
 
 def delete_replaced(storage: CheckpointStorage, token: str) -> None:
-    """Delete the checkpoints whose replacement is committed. Raises OSError."""
+    """Delete the checkpoints whose replacement is committed. Raise OSError."""
     folders = storage.folders()
     for name in folders:
         if name_before_replaced(name) in folders:

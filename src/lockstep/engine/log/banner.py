@@ -33,7 +33,7 @@ from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.loading.resume import Resumed
-    from lockstep.observe.run_folder import RunFolder
+    from lockstep.run_folder.opened import RunFolder
 
 MAX_PIDS = 16  # the banner lists at most this many
 

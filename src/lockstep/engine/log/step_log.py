@@ -12,12 +12,12 @@ from typing import Any
 from lockstep.engine.step import Stepper
 from lockstep.observe.metrics import Interval
 from lockstep.observe.recorder import Recorder
-from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import JsonlSink
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.run_folder.names import SAMPLES
+from lockstep.run_folder.opened import RunFolder
 from lockstep.task import Number, StepResult, Weight
 
 

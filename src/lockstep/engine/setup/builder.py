@@ -40,7 +40,6 @@ from lockstep.errors import ConfigError, Preempted, UserError
 from lockstep.launch.lost_peer import text_of
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
-from lockstep.observe.run_folder import RunFolder, open_run_dir
 from lockstep.optim.optimizers import Optimizers, rebind
 from lockstep.optim.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
@@ -48,6 +47,7 @@ from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.inner_gradients import restorer
 from lockstep.precision import Precision, choose_precision, for_model
+from lockstep.run_folder.opened import RunFolder, open_run_dir
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch

@@ -20,9 +20,9 @@ from lockstep.engine.checks.settings import check_enough_micro_batches
 from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.load_balance import plan_by_speed
 from lockstep.errors import UserError
-from lockstep.observe.run_folder import RunFolder
 from lockstep.parallel.driver import Driver, RankRole
 from lockstep.plan.plan import Plan, make_plan
+from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.world import World

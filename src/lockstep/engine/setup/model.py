@@ -9,12 +9,11 @@ from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.state.tensor_names import frozen_names
+from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
-from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.capabilities import check_kind
 from lockstep.optim.groups import apply_groups
@@ -24,6 +23,7 @@ from lockstep.optim.weight_average import WeightAverage
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.driver import Driver
 from lockstep.precision import Precision, check_batchnorm, check_storage
+from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.context import EventLogger, Runtime
 
 
@@ -50,7 +50,9 @@ def initial_weights(
 
     # None reads all weights. If the run resumes, its checkpoint replaces them, except frozen ones that it leaves out.
     only = None
-    has_checkpoint = runtime.collectives.run_on_rank0(lambda: bool(committed(CheckpointStorage.of_run(folder.path))))
+    has_checkpoint = runtime.collectives.run_on_rank0(
+        lambda: bool(list_checkpoints(CheckpointStorage.of_run(folder.path)))
+    )
     if folder.start_from.will_load(has_checkpoint):
         only = set() if config.checkpoint.frozen else frozen_names(driver.model)
         if not only:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.state.reshard import Placement
+from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
@@ -29,8 +29,8 @@ from lockstep.engine.setup.data import attach_source, largest_input, plan_data, 
 from lockstep.engine.setup.resumed import continue_plan, last_log_line
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
+from lockstep.observe.head import write_head
 from lockstep.observe.metrics import ExactSums, Interval, Sums
-from lockstep.observe.run_folder import write_head
 from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepContext
@@ -235,7 +235,7 @@ def _open_checkpoints(
         registered=builder.registered,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        placement=Placement(role.held_elsewhere, all_on_every_rank=not role.holders, duplicates=role.duplicates),
+        holders=ParameterHolders(role.held_elsewhere, all_on_every_rank=not role.holders, duplicates=role.duplicates),
         on_any_rank=builder.runtime.collectives.any,
     )
 

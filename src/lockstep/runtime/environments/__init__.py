@@ -122,7 +122,7 @@ def _first(readers: tuple[Callable[[Mapping[str, str]], Found | None], ...], env
 
 
 @dataclass(frozen=True)
-class Placement:
+class JobShape:
     """The processes that `lockstep train` was asked for, with what the platform adds: as typed after the options."""
 
     nproc: str | int | None
@@ -139,12 +139,12 @@ class Placement:
 
 def place(
     nproc: str | int | None, nnodes: str | None, join: str | None, env: Mapping[str, str] = os.environ
-) -> Placement:
+) -> JobShape:
     """Return what to start: what was typed, and what the platform says about the rest.
 
     Nothing that was typed is replaced. Without --nproc and --nnodes a process that is a rank trains.
     """
-    placed = _place(Placement(nproc, nnodes, join), env)
+    placed = _place(JobShape(nproc, nnodes, join), env)
 
     # Each machine would train alone, into the same folder.
     if placed.join is not None and placed.nnodes is None:
@@ -157,7 +157,7 @@ def place(
     return placed
 
 
-def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
+def _place(typed: JobShape, env: Mapping[str, str]) -> JobShape:
     nproc = typed.nproc
     nnodes = typed.nnodes
     join = typed.join
@@ -180,7 +180,7 @@ def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
 
     if not nodes.several:
         source = f"processes from {nodes.platform}: {nproc}" if nproc != typed.nproc else ""
-        return Placement(nproc, nnodes, join, source=source)
+        return JobShape(nproc, nnodes, join, source=source)
 
     if nproc is None:
         raise UserError(
@@ -191,10 +191,10 @@ def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
 
     # A meeting point that was typed need not be on the platform's machine 0.
     number = None if join else nodes.number
-    return Placement(nproc, nnodes or nodes.count, join or nodes.join, number, str(nodes))
+    return JobShape(nproc, nnodes or nodes.count, join or nodes.join, number, str(nodes))
 
 
-def _refuse_inside_a_rank(typed: Placement, env: Mapping[str, str]) -> None:
+def _refuse_inside_a_rank(typed: JobShape, env: Mapping[str, str]) -> None:
     """Refuse to start processes in each rank of another launcher: Lockstep's launchers would not know of each other."""
     if not torchrun.is_rank(env) and (world := rank_of(env)) is not None:
         raise UserError(

@@ -40,3 +40,16 @@ def test_a_name_with_a_dot_could_be_that_of_the_models_tensors() -> None:
 def test_restart_is_asked_for_at_once_and_not_at_a_resume() -> None:
     with pytest.raises(UserError, match=r"it has parameter_tensors and no restart\(names\)"):
         RegisteredState().add("mean", Without())
+
+
+class Wrapper:
+    """Has all members of another object, as a compiled or traced one may."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(With(), name)
+
+
+def test_the_tensors_behind_a_wrapper_are_saved_too() -> None:
+    state = RegisteredState()
+    state.add("mean", Wrapper())  # pyrefly: ignore[bad-argument-type]
+    assert list(state.per_parameter) == ["mean"]

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.config import resolve
-from lockstep.observe.run_folder import write_head
+from lockstep.observe.head import write_head
 
 
 def test_the_settings_of_a_run_are_replaced_in_one_piece(tmp_path: Path) -> None:

@@ -1,28 +1,27 @@
-"""Opens and writes the run folder, which holds everything that a run leaves behind.
+"""Opens the folder of a run: rank 0 chooses and locks it, and all ranks check that they see the same folder.
 
-`report` reads it back; the package `run_folder` chooses and locks it.
+This module imports no torch.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep import files
-from lockstep.config import Resolved, RunConfig, to_yaml
+from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.observe.formats import finite
 from lockstep.run_folder.locks import lock
-from lockstep.run_folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY
+from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.run_folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
 from lockstep.run_folder.start_from import StartFrom, choose_start, going_back_mark, mark_going_back
-from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import ATTEMPT, TORCHRUN_RESTARTS, from_launcher
+
+if TYPE_CHECKING:
+    from lockstep.runtime.context import Runtime  # which imports torch
 
 
 @dataclass
@@ -33,7 +32,7 @@ class RunFolder:
     shown: str  # the path as the user typed it
     start_from: StartFrom
     attempt: int  # how often the launcher restarted this run
-    token: str  # distinguishes this attempt from an earlier one that may still be writing
+    token: str  # distinguishes this attempt from an earlier attempt that may still be writing
     lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: str | Path) -> str:
@@ -133,24 +132,3 @@ def _create(folder: RunFolder) -> None:
 def _visibility_probe(folder: RunFolder) -> Path:
     """Return the file that rank 0 creates, to check that every rank sees its folder."""
     return folder.path / f".seen-{folder.token}"
-
-
-def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
-    """Write the settings and the plan, which are known before the first step."""
-    # Each in one piece: after a kill, --resume reads the settings of the run from these files.
-    _replace(run_dir / CONFIG, to_yaml(resolved.config))
-    _replace(run_dir / SOURCES, json.dumps(resolved.sources, indent=2))
-    _replace(run_dir / PLAN, json.dumps(plan, indent=2))
-
-    # A summary from before a resume is out of date.
-    (run_dir / SUMMARY).unlink(missing_ok=True)
-
-
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    _replace(run_dir / SUMMARY, json.dumps(finite(summary), indent=2))
-
-
-def _replace(path: Path, text: str) -> None:
-    # Only rank 0 writes here, so the next run replaces a temporary file that a killed one has left.
-    with files.replacing(path) as temporary:
-        temporary.write_text(text)
