@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.mesh import Axes
+from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepParts
 from lockstep.precision import Precision

@@ -20,7 +20,6 @@ from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.driver import Autocast, Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.gradients import full_norms
-from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import (
     TORCH_ENGINE,
     InnerGradient,
@@ -28,6 +27,7 @@ from lockstep.parallel.inner_gradients import (
     LossFn,
     refuse_backward,
 )
+from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart, StepParts
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec

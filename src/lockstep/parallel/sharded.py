@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 from lockstep.parallel.driver import DriverSetup, RankRole, no_gradient
 from lockstep.parallel.gradients import sum_with_word
-from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, asked_for
 from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver
+from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.shards import squared_norms

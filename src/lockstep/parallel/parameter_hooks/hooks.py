@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.hooks.probe import Hooks, call_hooks, problem_with, reachable
+from lockstep.parallel.parameter_hooks.probe import Hooks, call_hooks, problem_with, reachable
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.shards import full_tensor, shard_of
 
