@@ -223,13 +223,6 @@ class FSDPDriver(ShardedDriver):
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
-    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        # The norms of exact mode are gathered with the control word.
-        if isinstance(self.exact_reducer, OrderedShards):
-            return self.exact_reducer.reduce(control_word)
-
-        return super().reduce(control_word)
-
     def _reduce_gradients(self) -> None:
         count_and_sum(self._scalars, self._dp_group)
         if self._tp_group:

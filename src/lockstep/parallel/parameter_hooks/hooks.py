@@ -102,6 +102,15 @@ def take_hooks(model: nn.Module) -> dict[str, ParameterHooks]:
     }
 
 
+def change_sums(hooks: Mapping[str, ParameterHooks], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Apply the hooks to the gradient sums of a step, of which each rank may hold a shard. Collective.
+
+    Both `hooks` and `parameters` are by name.
+    """
+    for name, own in hooks.items():
+        own.change_sum(parameters[name])
+
+
 def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: Runtime) -> None:
     """Refuse hooks that differ between ranks, are not linear, or hold a parameter that was replaced. Collective."""
     # Compare even if this rank has no hooks: another rank may have some.

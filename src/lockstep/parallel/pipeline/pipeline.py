@@ -26,12 +26,13 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, LossFn, no_gradient
+from lockstep.parallel.driver import LossFn, no_gradient
 from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
+from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
@@ -109,7 +110,7 @@ class Pipeline:
         stages: Sequence[Stage],
         schedule: str,
         pp: Collectives,
-        autocast: Autocast,
+        precision: Precision,
         remote: RemoteTensors,
         parts: Sequence[StepPart],
         shard_group: Collectives | None = None,
@@ -125,7 +126,7 @@ class Pipeline:
         """
         self.model = model
         self.schedule = schedule
-        self.autocast = autocast
+        self.autocast = precision.autocast
         self.remote = remote
         self.shard_group = shard_group
         self.pp = pp
