@@ -134,8 +134,7 @@ class DDPDriver(MicroBatchDriver):
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         super().before_forward(micro, progress)
-
-        split_graphs(self._ddp)
+        split_graphs(self._ddp)  # what the forward compiles; `_backward` ends this
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -150,18 +149,22 @@ class DDPDriver(MicroBatchDriver):
         # Before the last backward of the step, gradients only accumulate on this rank.
         if control_word is None:
             backward((total,), (grad_output,))
-            return
+        else:
+            self._backward_and_reduce(total, grad_output, control_word)
+            self._check_complete()
 
-        # From here on, DDP expects one gradient of every parameter.
+    def _backward_and_reduce(self, total: Tensor, grad_output: Tensor, control_word: ControlWord) -> None:
+        """Run the last backward of a step. DDP reduces each bucket as soon as its gradients are there."""
+        # DDP's forward returns the loss as it is, and prepares DDP: it now expects one gradient of every parameter.
         with torch.enable_grad():
             total = self._ddp(total)
 
-        # DDP divides by the world size, so the control word is multiplied by it first.
+        # Where DDP divides by the number of ranks, the control word is multiplied by it first.
         packed = self.codec.pack(control_word, factor=self.to_sum)
+
+        # The backward starts from two tensors. The second is a leaf, so that its gradient is what is passed for it.
         with self._each_gradient_once() if self._counts_gradients else nullcontext():
             backward((total, self._word_parameter), (grad_output, packed))
-
-        self._check_complete()
 
     def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.

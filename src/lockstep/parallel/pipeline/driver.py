@@ -26,8 +26,9 @@ from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients, Los
 from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.parameter_hooks.hooks import change_sums
 from lockstep.parallel.pipeline.build import make_stages
-from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
+from lockstep.parallel.pipeline.pipeline import Pipeline
 from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
+from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.parallel.pipeline.stage_gradients import StageGradients, ranks_at
 from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.progress import StepProgress
