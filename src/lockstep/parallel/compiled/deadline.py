@@ -78,6 +78,7 @@ def reported(progress: Callable[[float], None]) -> Iterator[None]:
     began = time.monotonic()
     ended = threading.Event()
 
+    # `wait` returns True as soon as the block has ended.
     def report() -> None:
         while not ended.wait(PROGRESS_S):
             progress(time.monotonic() - began)
