@@ -81,7 +81,7 @@ class CompileFacts:
         self._cold = False  # whether torch had compiled nothing on this machine, at the last decision
         self._records: dict[str, Payoff] = {}  # records of earlier runs, by target
         self.eager_s = 0.0  # seconds of a step without compiled code, on the slowest rank
-        self._saving_s: float | None = None  # seconds that kernels of a step would save, on all ranks
+        self._saving_s: float | None = None  # seconds that compiling saves of a step, by its kernels, on every rank
         self._operations = 0  # operations of the first training call of the loss or the model
 
     def possible(self, function: Function | None) -> tuple[str, ...]:
