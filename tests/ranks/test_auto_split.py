@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.errors import UserError
 from lockstep.parallel.pipeline.auto_split import split_forward
+from lockstep.precision import Precision
 from lockstep.recipes.char_lm import TASK
 from lockstep.task import Loss
 from pool import Pool
@@ -177,7 +177,7 @@ class Twice(Stack):
 
 def splits(model: nn.Module, count: int) -> list[tuple[int, int]]:
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    stages, _ = split_forward(model, list(model.blocks), ((x,), {}), count, nullcontext)  # type: ignore[arg-type]
+    stages, _ = split_forward(model, list(model.blocks), ((x,), {}), count, Precision())  # type: ignore[arg-type]
     return [(stage.first, stage.last) for stage in stages]
 
 
@@ -204,7 +204,7 @@ def test_looking_leaves_no_trace() -> None:
     frozen = [p.requires_grad for p in model.parameters()]
     expected = torch.randn(3, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(5)
-    split_forward(model, list(model.blocks), ((torch.ones(2, 5),), {}), 3, nullcontext)
+    split_forward(model, list(model.blocks), ((torch.ones(2, 5),), {}), 3, Precision())
     assert torch.equal(torch.randn(3), expected)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert [p.requires_grad for p in model.parameters()] == frozen
@@ -228,7 +228,7 @@ def test_looking_leaves_attributes_as_they_were() -> None:
 def test_a_stage_uses_what_its_blocks_need() -> None:
     model = Knotty()
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    _, used = split_forward(model, list(model.blocks), ((torch.randn(4, 5),), {}), 2, nullcontext)
+    _, used = split_forward(model, list(model.blocks), ((torch.randn(4, 5),), {}), 2, Precision())
     first, last = ({names[id(tensor)] for tensor in tensors} for tensors in used)
     assert {name for name in first & last if "." in name} == {
         "enter.weight", "condition.weight", "condition.bias", "rare.weight", "rare.bias",

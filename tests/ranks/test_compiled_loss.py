@@ -30,9 +30,9 @@ from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
-from lockstep.parallel.compiled import compilation, facts, kernel_times, payoff, targets
-from lockstep.parallel.compiled.compilation import Deadline
+from lockstep.parallel.compiled import compilation, deadline, facts, kernel_times, payoff, targets
 from lockstep.parallel.compiled.compiler import Compiler, compiler_among
+from lockstep.parallel.compiled.deadline import Deadline
 from lockstep.parallel.compiled.kernel_times import KernelTimer
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -636,6 +636,7 @@ def limits(world: World, store: Any, folder: str) -> list[float]:
         patch.object(compilation, "Deadline", noted),
         patch.object(compilation.Compilation, "_wait", noted_wait),
         patch.object(compilation, "time", clock),
+        patch.object(deadline, "time", clock),
     ):
         trained(world, store, folder, backend=compiler, **{"hang.first": 100})
     return given

@@ -18,8 +18,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.exact import hook
-from lockstep.parallel.exact.hook import OrderedHook
-from lockstep.parallel.exact.reducers import OrderedBuckets
+from lockstep.parallel.exact.hook import OrderedBuckets, OrderedHook
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
-from lockstep.parallel.hooks.parameter_hooks import take_hooks
-from lockstep.parallel.hooks.probe import problem_with
+from lockstep.parallel.parameter_hooks.hooks import take_hooks
+from lockstep.parallel.parameter_hooks.probe import problem_with
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool

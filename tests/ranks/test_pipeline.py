@@ -18,7 +18,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
-from lockstep.parallel.pipeline.pipeline import fits
+from lockstep.parallel.pipeline.schedules import fits
 from lockstep.parallel.pipeline.stages import list_layers, split_layers
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart

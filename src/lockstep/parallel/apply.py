@@ -23,14 +23,14 @@ from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
 from lockstep.parallel.compiled.targets import compiled_call
 from lockstep.parallel.cudagraph.graphs import capture_calls
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, keep_nothing
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, register_nothing
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.reducers import OrderedReducer
 from lockstep.parallel.fsdp.driver import check_offload, check_scalars
-from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.micro_batches import MicroBatchDriver, SingleDriver
+from lockstep.parallel.parameter_hooks.hooks import check_hooks, take_hooks
 from lockstep.parallel.tensor.driver import shard_layers
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
@@ -46,7 +46,7 @@ def parallelize(
     task: Any = None,
     log_event: EventLogger = log_nothing,
     data: Callable[[], Any] | None = None,
-    register: Callable[[str, Any], None] = keep_nothing,
+    register: Callable[[str, Any], None] = register_nothing,
 ) -> Driver:
     """Apply the configured parallelism to `model`, in place, and return the driver that executes it.
 

@@ -1,6 +1,8 @@
-"""The Driver: all that the engine, evaluations and checkpoints know of a strategy.
+"""The Driver: what the engine, evaluations and checkpoints know of a strategy.
 
-A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s.
+A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s. Code
+that calls the model itself needs one of those: custom loops, `AMPTrainer`, the hook `show`, the checks of the start and
+of metrics' names. They ask `RankRole.runs_whole_model`, or the class.
 
     SingleDriver        micro_batches.py      one process
     DDPDriver           ddp/driver.py         replicas, reduced in buckets while the backward runs
@@ -14,17 +16,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.mesh import Axes
+from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepParts
 from lockstep.precision import Precision
@@ -34,8 +35,6 @@ from lockstep.runtime.control_word import ControlWordCodec
 from lockstep.runtime.shards import full_tensor
 from lockstep.task import Loss, StepBatches
 
-Autocast = Callable[[], AbstractContextManager[Any]]
-
 
 @dataclass(frozen=True)
 class RankRole:
@@ -43,7 +42,7 @@ class RankRole:
 
     replicated: bool = True  # every rank holds every parameter in full, and can evaluate by itself
     collective_forwards: bool = False  # forwards in training wait for other ranks, which must run as many; see apply.py
-    in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
+    in_turn: bool = False  # micro-batches are assigned to ranks round-robin, not in contiguous ranges
     runs_whole_model: bool = True  # the driver is a MicroBatchDriver: a rank can call the model; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
     data_rank: int = 0  # ranks with the same data_rank train on the same samples
@@ -59,8 +58,7 @@ class RankRole:
     banner: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Reduced:
+class Reduced(NamedTuple):
     """The gradients of one step, reduced over micro-batches and ranks. Multiplied by `to_sum`, they are sums."""
 
     parameters: list[nn.Parameter]  # this rank's parameters that have a gradient
@@ -77,8 +75,7 @@ class Reduced:
             if id(p) not in ids:
                 p.grad = None
 
-        return replace(
-            self,
+        return self._replace(
             parameters=[self.parameters[index] for index in indices],
             names=[self.names[index] for index in indices],
             norms=self.norms[indices],
@@ -93,8 +90,8 @@ class Reduced:
         return self if len(left) == len(self.parameters) else self.drop_others(left)
 
 
-def keep_nothing(name: str, stateful: Any) -> None:
-    """Take the place of `DriverSetup.register` where nothing is saved."""
+def register_nothing(name: str, stateful: Any) -> None:
+    """Default for `DriverSetup.register`: nothing is saved."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ class DriverSetup:
     compiled: bool = False  # whether the model will be compiled; a driver that splits it compiles the parts
     data: Callable[[], Any] | None = None  # returns samples, to run the model with
     hooks: Mapping[str, ParameterHooks] = field(default_factory=dict)  # the user's, by parameter name: the driver calls
-    register: Callable[[str, Any], None] = keep_nothing  # saves an object of the driver's with every checkpoint
+    register: Callable[[str, Any], None] = register_nothing  # saves an object of the driver's with every checkpoint
 
     @property
     def dp_group(self) -> Collectives:
@@ -135,7 +132,7 @@ class Driver(ABC):
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
 
     @abstractmethod
-    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
+    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
         """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
 
     @abstractmethod
@@ -156,6 +153,16 @@ class Driver(ABC):
     @abstractmethod
     def reshard(self) -> None:
         """Drop full parameters that were gathered from shards, because the shards are about to change."""
+
+
+def begin_pass(driver: Driver) -> None:
+    """Begin a pass over the micro-batches of a step: clear the gradients of the last pass."""
+    for parameter in driver.parameters.values():
+        parameter.grad = None
+
+    # A custom loop may have caught an exception of the last backward.
+    for part in driver.parts:
+        part.begin_pass()
 
 
 def no_gradient() -> UserError:

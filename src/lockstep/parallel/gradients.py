@@ -109,4 +109,4 @@ def full_norms(tensors: list[Tensor]) -> list[Tensor]:
     # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
     # precision, or none is (precision.py).
     half = tensors[0].dtype in (torch.bfloat16, torch.float16)
-    return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
+    return [*torch._foreach_norm(tensors, 2, torch.float32 if half else None)]

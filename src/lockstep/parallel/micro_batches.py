@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
-from lockstep.parallel.batchnorm.statistics import running_statistics
-from lockstep.parallel.driver import Autocast, Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
+from lockstep.parallel.batchnorm.statistics import add_running_statistics
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, begin_pass, no_gradient, trainable
 from lockstep.parallel.gradients import full_norms
-from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import (
     TORCH_ENGINE,
     InnerGradient,
@@ -29,6 +28,7 @@ from lockstep.parallel.inner_gradients import (
     refuse_backward,
     restorer,
 )
+from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart, StepParts
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
@@ -40,8 +40,9 @@ class ExactReducer(StepPart, ABC):
 
     slot = "reduce"
 
-    def finish(self) -> None:
-        """Leave the sums over this rank's micro-batches in `grad`, if the driver is to reduce those."""
+    @abstractmethod
+    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+        """Do what `MicroBatchDriver.reduce` does. It is called in the place of that."""
 
     @abstractmethod
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -82,14 +83,12 @@ class MicroBatchDriver(Driver):
         self._names = list(self.parameters)
 
         self.runtime = setup.runtime
+        self._autocast = setup.precision.autocast  # for evaluations; a step's `progress` has its own
         self.inner_gradients = InnerGradients(self.before_inner_gradient)
         self.broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
 
         self.parts = StepParts(overlapping=False)
-        self._statistics = running_statistics(model, setup.dp_group, log_event=setup.log_event)
-        if self._statistics.layers:
-            self.parts.add(self._statistics)
-
+        self._statistics = add_running_statistics(self.parts, model, setup.dp_group, log_event=setup.log_event)
         self.exact_reducer = exact_reducer(self) if exact_reducer else None
         if self.exact_reducer:
             self.parts.add(self.exact_reducer)
@@ -103,8 +102,8 @@ class MicroBatchDriver(Driver):
 
     # ---- for evaluations, checkpoints and checks ----
 
-    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        with autocast():
+    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
+        with self._autocast():
             return loss_fn(self.model, data)
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
@@ -115,7 +114,11 @@ class MicroBatchDriver(Driver):
         return nullcontext()
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        return self.exact_reducer.norms(tensors) if self.exact_reducer else full_norms(tensors)
+        return self.exact_reducer.norms(tensors) if self.exact_reducer else self._norms(tensors)
+
+    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the norms without exact mode."""
+        return full_norms(tensors)
 
     def sync_buffers(self) -> None:
         self._statistics.combine()
@@ -165,14 +168,8 @@ class MicroBatchDriver(Driver):
         return reduced
 
     def begin_pass(self) -> None:
-        """Begin a pass over the micro-batches of a step: clear the gradients of the last one."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-        # A custom loop may have caught an exception of the last backward.
-        for part in self.parts:
-            part.begin_pass()
-
+        """Begin a pass over the micro-batches of a step."""
+        begin_pass(self)
         if self.broadcasts_buffers:
             self.sync_buffers()
 
@@ -212,9 +209,10 @@ class MicroBatchDriver(Driver):
     def _reduce_step(self, control_word: ControlWord) -> Reduced:
         """Reduce the gradients and the control word of the step."""
         if self.exact_reducer:
-            self.exact_reducer.finish()
+            packed, norms = self.exact_reducer.reduce(control_word, self.codec)
+        else:
+            packed, norms = self.reduce(control_word)
 
-        packed, norms = self.reduce(control_word)
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         names = self._names
 
@@ -239,20 +237,26 @@ class MicroBatchDriver(Driver):
         Return the summed control word [LENGTH], and the norm of each gradient that this step has.
         """
 
-    def norms_of_gradients(self) -> Tensor:
-        """Return the norms for `reduce`: [gradients]. Raise if there is no gradient."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if not grads:
-            raise no_gradient()
-
-        return torch.stack(self.norms(grads))
-
 
 class SingleDriver(MicroBatchDriver):
     """Runs the model in one process, where there is nothing to sum."""
 
     def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        return self.codec.pack(control_word), self.norms_of_gradients()
+        return self.codec.pack(control_word), norms_of_gradients(self.parameters)
+
+
+def norms_of_gradients(
+    parameters: Mapping[str, nn.Parameter], norms: Callable[[list[Tensor]], list[Tensor]] = full_norms
+) -> Tensor:
+    """Return the norms for `MicroBatchDriver.reduce`: [gradients]. Raise if there is no gradient.
+
+    norms: returns the norm of each full tensor
+    """
+    grads = [p.grad for p in parameters.values() if p.grad is not None]
+    if not grads:
+        raise no_gradient()
+
+    return torch.stack(norms(grads))
 
 
 def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 from lockstep.parallel.driver import DriverSetup, RankRole, no_gradient
 from lockstep.parallel.gradients import sum_with_word
-from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, asked_for
 from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver
+from lockstep.parallel.parameter_hooks.hooks import ParameterHooks, change_sums
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.shards import squared_norms
@@ -72,10 +72,7 @@ class ShardedDriver(MicroBatchDriver):
                 "set strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )
 
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self.exact_reducer:
-            return self.exact_reducer.norms(tensors)
-
+    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
@@ -83,8 +80,7 @@ class ShardedDriver(MicroBatchDriver):
         self._reduce_gradients()
 
         # The user's hooks get the gathered sums.
-        for name, hooks in self._hooks.items():
-            hooks.change_sum(self.parameters[name])
+        change_sums(self._hooks, self.parameters)
 
         # The norms of the shards, and the control word, in one collective.
         squared = squared_norms([p.grad for p in self.parameters.values() if p.grad is not None])

@@ -33,7 +33,7 @@ from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
-from lockstep.parallel.hooks.parameter_hooks import hook_ids
+from lockstep.parallel.parameter_hooks.hooks import hook_ids
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.shards import full_tensor

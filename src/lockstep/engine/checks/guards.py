@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
-from lockstep.parallel.hooks.parameter_hooks import hook_ids
+from lockstep.parallel.parameter_hooks.hooks import hook_ids
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.shards import checksums, to_local
 

@@ -31,7 +31,6 @@ from lockstep.observe.metrics import LOSS_NAMES, Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.driver import Driver, LossFn
-from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 from lockstep.task import EvalData, Task
 
@@ -192,7 +191,6 @@ class Evaluator:
     """Evaluates the model of a run. Collective: every rank must call `evaluate`."""
 
     config: RunConfig
-    precision: Precision
     driver: Driver
     runtime: Runtime
     recorder: Recorder
@@ -268,7 +266,7 @@ class Evaluator:
 
         with restore_modes(self.driver.model.modules()), torch.no_grad():
             self.driver.model.eval()
-            loss = self.driver.evaluate(chosen.loss_fn, self._transfer(data), self.precision.autocast)
+            loss = self.driver.evaluate(chosen.loss_fn, self._transfer(data))
 
         assert loss is not None
         metrics = MetricStates(chosen.metrics, self.runtime.device)
@@ -325,7 +323,7 @@ class Evaluator:
             data = reader.nonempty_batch(batch) if no_samples else data
 
             # None on the ranks of a pipeline that do not compute the loss.
-            loss = self.driver.evaluate(loss_fn, self._transfer(data), self.precision.autocast)
+            loss = self.driver.evaluate(loss_fn, self._transfer(data))
 
             # A batch without samples has run only for the other ranks.
             if no_samples:

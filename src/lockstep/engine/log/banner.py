@@ -236,7 +236,7 @@ def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
     parts = []
     pp_size, tp_size = mesh.sizes["pp"], mesh.sizes["tp"]
     if pp_size > 1:
-        from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines are slow to import
+        from lockstep.parallel.pipeline.schedules import SCHEDULES  # torch's pipelines are slow to import
 
         # With an interleaved schedule a rank holds several stages. Each schedule has a default number.
         stages = pp_size * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])

@@ -150,7 +150,7 @@ class RunBuilder:
         self.trained_model = TrainedModel(
             driver=driver,
             optimizers=wrapped,
-            evaluator=Evaluator(self.config, self.precision, driver, self.runtime, self.recorder),
+            evaluator=Evaluator(self.config, driver, self.runtime, self.recorder),
             guard=TrainableGuard(model, late_hooks),
             exactness=exactness,
             schedulers=user_schedulers,

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.step_parts import StepPart
+from lockstep.parallel.step_parts import StepPart, StepParts
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, log_nothing
 from lockstep.task import MicroBatch
@@ -28,13 +28,14 @@ from lockstep.task import MicroBatch
 UNEVEN = 1e-6  # factors whose sum over all ranks differs from 1 by more than this are not just rounded
 
 
-def running_statistics(
+def add_running_statistics(
+    parts: StepParts,
     model: nn.Module,
     dp_group: Collectives,
     materialized: Collection[str] | None = None,
     log_event: EventLogger = log_nothing,
 ) -> RunningStatistics:
-    """Return the statistics of the model's BatchNorm layers. A model may have no such layer.
+    """Return the statistics of the model's BatchNorm layers. They are one of the `parts` if there is such a layer.
 
     dp_group: the ranks that train the same layers on different samples
     materialized: the names of the tensors that have memory on this rank; None: all of them
@@ -45,7 +46,11 @@ def running_statistics(
         if _keeps_own_statistics(module)
         and (materialized is None or f"{name}.running_mean".lstrip(".") in materialized)
     }
-    return RunningStatistics(layers, dp_group, log_event)
+    statistics = RunningStatistics(layers, dp_group, log_event)
+    if layers:
+        parts.add(statistics)
+
+    return statistics
 
 
 class RunningStatistics(StepPart):

@@ -22,6 +22,8 @@ kernel_times.py    what there is to gain, from the kernels of a step
 cudnn_pause.py     keeps cuDNN from a plan for each new size of a batch, with and without compiled code
 batch_sizes.py     which sizes of batches vary, and which calls fit compiled code
 compilation.py     compiles a target on all ranks, compares it with eager, and gives up what takes too long
+comparison.py      runs a call without side effects, and compares the results of two
+deadline.py        looks at the clock while torch compiles
 targets.py         what can be compiled, how it is put on the model, and how it is taken off again
 side_effects.py    refuses a loss that must not be compiled
 installed.py       the compiled code in use, and whether a compiled loss may be captured as a CUDA graph

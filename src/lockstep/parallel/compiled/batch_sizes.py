@@ -61,6 +61,7 @@ def fits(shapes: Sequence[Shape], compiled: Sequence[Shape], dynamic: Dims) -> b
         if len(shape) != len(expected):
             return False
 
+        # Code for a dynamic dimension takes any size but the smallest ones, for which torch compiles separately.
         for dim, (size, known) in enumerate(zip(shape, expected, strict=True)):
             may_differ = (index, dim) in dynamic and size >= SMALLEST
             if size != known and not may_differ:

@@ -1,61 +1,36 @@
 """Try to compile a target on a real call, on all ranks, and compare it with eager; give it up if it takes too long.
 
-torch.compile has no limit of its own. So we look at the clock wherever torch hands over to us while it compiles, and
-raise an exception there (`Deadline`), which torch treats like any other failure to compile:
-
-    before it traces a function, or goes on behind a graph break
-    when it has traced a graph, before code is generated for it (see `targets.py`)
-    before it compiles a backward, which it does when the first one runs: on a GPU in a thread of autograd
-
-Nothing is interrupted between these places. One graph whose code alone takes very long to generate is finished, and
-given up at the next look at the clock, if there is one. How long it took is remembered, also if the run is killed
-meanwhile (`CompileFacts.remember_unfinished`), so that the next run does not try.
+The step that is interrupted to compile goes on as if nothing had happened: a trial works on copies of the batch, leaves
+no gradients behind (comparison.py), and buffers and random generators are restored. deadline.py has the limit.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.calls.state import StateSnapshot
-from lockstep.parallel.compiled.batch_sizes import Arguments, Dims, tensors_in
+from lockstep.parallel.compiled.batch_sizes import Arguments, Dims
+from lockstep.parallel.compiled.comparison import RANDOM, CallResult, difference, gradient_difference, run_isolated
+from lockstep.parallel.compiled.deadline import Deadline, TookTooLong, reported
 from lockstep.parallel.compiled.facts import torch_cache
 from lockstep.parallel.compiled.side_effects import Unsuitable
 from lockstep.parallel.compiled.targets import Target, compiling
 from lockstep.parallel.cudagraph.checks import first_line
-from lockstep.task import Loss
 
 if TYPE_CHECKING:
     from lockstep.parallel.compiled.compiler import Compiler
 
-PROGRESS_S = 5.0  # seconds between two reports of how long compiling has taken so far
 FIRST_RANK = timedelta(seconds=120)  # the other ranks wait at most this long for the first one of every machine
-
-# How far compiled code may differ from eager code, relative to the norm: in float32, and if anything is computed in 16
-# bits or in TF32. Fused kernels round less often, so they differ in the last bits; a wrong kernel differs far more.
-TOLERANCE = 1e-3
-LOW_PRECISION_TOLERANCE = 0.1
-# A gradient that is small compared with all of them together is allowed an error of this part of theirs.
-SMALL = 0.05
-# With dropout, compiled code draws other masks than eager code. Then all gradients together may differ by this many
-# times as much as those of two eager calls with different random numbers.
-RANDOM = 2.0
 
 
 class Compilation:
@@ -266,68 +241,6 @@ class Compilation:
         return torch.default_generator
 
 
-class TookTooLong(Exception):
-    """Compiling has reached its limit."""
-
-    def __init__(self, limit_s: float):
-        super().__init__(f"it takes longer than {limit_s:.0f} s to compile")
-
-
-class Deadline:
-    """A limit, from now on, for all that torch compiles inside a `with` block, which then raises TookTooLong."""
-
-    def __init__(self, limit_s: float):
-        self._limit_s = limit_s
-        self._ends = time.monotonic() + limit_s
-        self._thread = threading.get_ident()  # the one that runs the block
-        self._gave_up = False
-
-    def check(self) -> None:
-        """Raise TookTooLong if the time is over. After the `with` block it never is."""
-        if time.monotonic() > self._ends:
-            self._gave_up = True
-            raise TookTooLong(self._limit_s)
-
-    def __enter__(self) -> Self:
-        torch._dynamo.callback_handler.register_start_callback(self._begin)
-        return self
-
-    def _begin(self, compilation: Any) -> None:
-        """Check the time before torch compiles something, unless a thread of the user compiles for itself."""
-        is_backward = compilation.callback_trigger.name == "LAZY_BACKWARD"
-        if is_backward or threading.get_ident() == self._thread:
-            self.check()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._ends = math.inf
-        # torch._dynamo.reset() has removed it already.
-        with suppress(ValueError):
-            torch._dynamo.callback_handler.remove_start_callback(self._begin)
-
-        # By now torch has put the exception into one of its own, or dropped it and run something eagerly.
-        if self._gave_up and (error is None or isinstance(error, Exception)):
-            raise TookTooLong(self._limit_s) from None
-
-
-@contextmanager
-def reported(progress: Callable[[float], None]) -> Iterator[None]:
-    """Call `progress` with the seconds so far, every few seconds in a `with` block, from a thread of its own."""
-    began = time.monotonic()
-    ended = threading.Event()
-
-    def report() -> None:
-        while not ended.wait(PROGRESS_S):
-            progress(time.monotonic() - began)
-
-    thread = threading.Thread(target=report, name="compile progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def explain(error: Exception) -> str:
     """`Unsupported: Data-dependent branching (my_task.py, line 12)`"""
     # torch puts what a backend raises into an exception of its own.
@@ -349,133 +262,3 @@ def explain(error: Exception) -> str:
 
     # Some messages begin with the name of the exception already.
     return f"{name}: {text.removeprefix(f'{name}: ')}{where}"
-
-
-# ---- calls without side effects, and their comparison ----
-#
-# The step that is interrupted to compile goes on as if nothing had happened, so a trial works on copies of the batch
-# and leaves no gradients behind. Buffers and random generators are restored by `Compilation.run`.
-
-
-@dataclass
-class CallResult:
-    """The results of one forward and backward."""
-
-    results: list[Tensor]  # those that have a gradient; of a Loss, its total, and its weight
-    gradients: list[Tensor | None]
-
-
-def run_isolated(
-    call: Callable[..., Any], arguments: Arguments, parameters: Sequence[nn.Parameter], dynamic: Dims = frozenset()
-) -> CallResult:
-    """Run forward and backward on copies of the arguments. That leaves no gradients on the parameters.
-
-    dynamic: the dimensions to mark, so that torch compiles for all of their sizes
-    """
-    # Copies, because a call may change its arguments, and the step still needs the batch.
-    args, kwargs = arguments
-    args, kwargs = tree_map(_copy, (args, dict(kwargs)))
-    tensors = tensors_in((args, kwargs))
-    for index, dim in dynamic:
-        torch._dynamo.mark_dynamic(tensors[index], dim)
-
-    # Autocast caches converted weights. This call must neither use copies from outside nor leave its own behind.
-    torch.clear_autocast_cache()
-    returned = call(*args, **kwargs)
-    torch.clear_autocast_cache()
-
-    # The backward starts from `results`; `others` are only compared. Of a Loss that is the weight: a wrong one would
-    # scale every gradient. Metrics are not compared, since rounding may change them.
-    if isinstance(returned, Loss):
-        results = [returned.total]
-        others = [torch.as_tensor(returned.weight, dtype=torch.float64)]
-    else:
-        results = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        others = []
-
-    # Not backward(), which would leave gradients on the parameters. Each result gets a gradient of ones, and autocast
-    # is off, as in the backward of a step.
-    with torch.autocast(results[0].device.type, enabled=False):
-        ones = [torch.ones_like(result) for result in results]
-        gradients = torch.autograd.grad(results, parameters, ones, allow_unused=True)
-
-    return CallResult([result.detach() for result in [*results, *others]], list(gradients))
-
-
-def difference(expected: CallResult, found: CallResult) -> float:
-    """Return the largest relative difference between two results; infinite if they do not have the same parts."""
-    if len(expected.results) != len(found.results):
-        return math.inf
-
-    # Results are compared one by one, each relative to its own norm.
-    results = zip(expected.results, found.results, strict=True)
-    differences = [_relative(a, b, floor=0.0) for a, b in results]
-
-    # A gradient that is nearly zero consists of rounding errors, so it is measured against all gradients together.
-    pairs = _gradient_pairs(expected, found)
-    together = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
-    differences += [_relative(a, b, floor=SMALL * together) for a, b in pairs]
-    return max(differences)
-
-
-def gradient_difference(expected: CallResult, found: CallResult) -> float:
-    """Return the relative difference between all gradients together: for calls that draw random numbers."""
-    # As if all gradients were one vector.
-    pairs = _gradient_pairs(expected, found)
-    distance = sum(_norm(a.float() - b.float()) ** 2 for a, b in pairs) ** 0.5
-    size = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
-    return distance / size if size > 0 else math.inf
-
-
-def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tensor, Tensor]]:
-    """Return (expected, found) for each parameter that has a gradient in one of the two."""
-    # Compiled code may return zeros where eager code returns no gradient.
-    pairs = []
-    for a, b in zip(expected.gradients, found.gradients, strict=True):
-        if a is not None:
-            pairs.append((a, torch.zeros_like(a) if b is None else b))
-        elif b is not None:
-            pairs.append((torch.zeros_like(b), b))
-
-    return pairs
-
-
-def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
-    """Return the norm of the difference, relative to the norm of `expected`, or to `floor` if that is larger."""
-    if expected.shape != found.shape:
-        return math.inf
-
-    distance = _norm(expected.float() - found.float())
-    if distance == 0.0:
-        return 0.0
-
-    # A result that is not finite differs from everything: nan is not below any tolerance.
-    size = max(_norm(expected), floor)
-    if size == 0.0 or math.isnan(distance):
-        return math.inf
-    return distance / size
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.float()))  # the host waits for the device
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy of a tensor, or of a container that holds tensors; anything else as it is."""
-    if isinstance(value, Tensor):
-        return _copy_tensor(value)
-
-    # A container that torch does not know, see `tensors_in`.
-    is_container = isinstance(value, Mapping) or is_dataclass(value)
-    return copy.deepcopy(value) if is_container and tensors_in(value) else value
-
-
-def _copy_tensor(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides; the tensor itself if it cannot be copied by its elements."""
-    # Subclasses, sparse and expanded tensors cannot. A call rarely changes them.
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 in tensor.stride():
-        return tensor
-
-    # torch compiles for the strides as well.
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return empty.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

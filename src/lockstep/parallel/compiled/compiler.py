@@ -23,7 +23,8 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.calls.chain import CallChain, Link
 from lockstep.parallel.compiled.batch_sizes import Arguments, SeenShapes, shapes_of
-from lockstep.parallel.compiled.compilation import LOW_PRECISION_TOLERANCE, TOLERANCE, Compilation
+from lockstep.parallel.compiled.comparison import LOW_PRECISION_TOLERANCE, TOLERANCE
+from lockstep.parallel.compiled.compilation import Compilation
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
 from lockstep.parallel.compiled.facts import CompileFacts, StepTimer
 from lockstep.parallel.compiled.installed import InstalledCode
@@ -62,8 +63,8 @@ class Compiler(StepPart):
         """Install the compiler on the model's call.
 
         only_if_it_pays: compile only if it pays; otherwise the first batch is compiled at once
-        low_precision: something is computed in 16 bits or in TF32, see `compilation.py`
-        cudnn_pause: pauses cuDNN until it is known whether sizes vary, which the compiler finds out; None: nothing does
+        low_precision: something is computed in 16 bits or in TF32, see `comparison.py`
+        cudnn_pause: the part that pauses cuDNN until the compiler knows whether sizes vary; None: cuDNN is not paused
         """
         self.driver = driver
         self.config = config
@@ -111,17 +112,17 @@ class Compiler(StepPart):
     def around(self, function: Function, number: int = 1) -> Function:
         """Return a function to call in place of `function(model, *args)`, such as a task's loss.
 
-        `number`: of the present step, as in the log, for an error.
-
         If there is one such function, and it pays, the function and the model are compiled together. With several of
         them, or if that fails, the model alone may be compiled.
+
+        number: the number of this step in the log, for an error
         """
         if function not in self._functions:
             self._check_first_step(function, number)
             self._functions.append(function)
 
         def call(module: Any, *args: Any) -> Any:
-            # With several functions only the model is compiled, which its own call sees to (`call_model`).
+            # With several functions only the model is compiled, in its own call: see `call_model`.
             if len(self._functions) > 1 or not self.is_training():
                 return function(module, *args)
 
@@ -136,7 +137,7 @@ class Compiler(StepPart):
             if code is None:
                 return self.known.count_operations_once(function(module, *args))
 
-            # Call this even if unused: it counts misses.
+            # In every call, because this counts the calls that do not fit.
             fitting = self._fits(code, args)
 
             # If the model or its blocks are compiled, torch's guards in them choose between compiled and eager code.
@@ -179,7 +180,7 @@ class Compiler(StepPart):
             returned = link.inner(*args, **kwargs)
             return returned if self.function else self.known.count_operations_once(returned)
 
-        # Call this for its count only: torch's guards choose between compiled and eager code.
+        # Only to count the calls that do not fit: torch's guards choose between compiled and eager code.
         if self.function is None:
             self._fits(self.code, (args, kwargs))
 
@@ -187,7 +188,7 @@ class Compiler(StepPart):
 
     def _fits(self, code: InstalledCode, arguments: Any) -> bool:
         """Return whether a call fits the compiled code, and count it."""
-        # As long as the run may compile again, it must know all sizes to do so.
+        # As long as the run may compile again, it notes all sizes.
         shapes = shapes_of(arguments)
         if code.still_checks:
             self.shapes.note(shapes)
@@ -209,7 +210,8 @@ class Compiler(StepPart):
 
     def _next_target(self) -> str | None:
         """Return the target to try next, or None if there is none left."""
-        # With compile=true nothing was decided. It cannot be earlier: `around` is called after the constructor.
+        # With compile=true nothing was decided, and all targets are tried. The constructor could not list them: they
+        # depend on the function, which `around` gets later.
         if self._candidates.left is None:
             self._candidates.left = self.known.preferred(self.function, self.shapes.varying)
 

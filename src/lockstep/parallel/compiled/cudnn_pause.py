@@ -25,7 +25,7 @@ class CudnnPause(StepPart):
     slot = "kernels"
 
     def __init__(self, needed: bool | None):
-        self.needed = needed  # None: once more than MOST_SIZES have come
+        self.needed = needed  # None: not known yet; it is once more than MOST_SIZES sizes have come
         self._sizes: set[Hashable] = set()
         self._looks = 0
         self._paused = ExitStack()

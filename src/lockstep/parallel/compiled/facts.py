@@ -77,11 +77,11 @@ class CompileFacts:
         self._runtime = driver.runtime
         self._named_blocks = config.blocks
         self._own_compile = compiles_itself(driver.model)  # asked before any code of ours is on the model
-        self._key = ""  # key of this model's records on this machine; none before a decision
+        self._key = ""  # key of this model's records on this machine; empty before the first decision
         self._cold = False  # whether torch had compiled nothing on this machine, at the last decision
         self._records: dict[str, Payoff] = {}  # records of earlier runs, by target
         self.eager_s = 0.0  # seconds of a step without compiled code, on the slowest rank
-        self._saving_s: float | None = None  # seconds that kernels of a step would save, on all ranks
+        self._saving_s: float | None = None  # seconds that compiling saves of a step, by its kernels, on every rank
         self._operations = 0  # operations of the first training call of the loss or the model
 
     def possible(self, function: Function | None) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class CompileFacts:
         return preferred(self.possible(function), len(find_blocks(self._model, self._named_blocks)), bool(varying))
 
     def count_operations_once(self, result: Any) -> Any:
-        """Return what an eager call has returned. The first one with a gradient shows how much there is to compile."""
+        """Return `result`, of an eager call. The operations of the first one show how much there is to compile."""
         self._operations = self._operations or count_operations(result)
         return result
 

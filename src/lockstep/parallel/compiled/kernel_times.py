@@ -66,7 +66,7 @@ class KernelTimer:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        self.abandon()  # a step that has failed, and that the user's loop repeats
+        self.abandon()  # the step before may have failed, and the user's loop may repeat it
         if profiler._is_profiler_enabled or _another_exists():
             return
 

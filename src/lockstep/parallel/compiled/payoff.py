@@ -1,4 +1,4 @@
-"""Decides whether compiling pays, by a pure function of facts that are the same on all ranks: so they decide alike."""
+"""Decide whether compiling pays. It is a pure function of facts that all ranks share, so they decide alike."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ START_S = 3.0  # seconds to load the compiler and start its workers
 COLD_S = 3.0  # seconds more if nothing has been compiled on this machine before
 LAYER_S = 0.3  # seconds for one layer, forward and backward; the blocks of a model as a whole share nothing
 BLOCK_S = 0.5  # seconds to trace one more block by itself
-# Seconds for one operation, at least: a layer that is called in a loop is compiled once for each call. The models above
-# take longer for each of theirs, so that it decides for none of them, and a loop of 50 took 0.034 s on a CPU.
+# The least seconds for one operation: a layer that is called in a loop is compiled once for each call. A loop of 50
+# calls took 0.034 s for each operation, on a CPU. For the models above LAYER_S gives more.
 OPERATION_S = 0.02
 DYNAMIC = 2.0  # compiling with dynamic sizes takes this many times as long
 
@@ -230,7 +230,7 @@ def _estimated_speedup(facts: Facts, target: str) -> float:
 
 
 def pays(facts: Facts, payoff: Payoff) -> bool:
-    """Return whether a target is worth its cost. An estimate may be wrong, so it must also be small."""
+    """Return whether a target is worth its cost. An estimated cost may be wrong, so it must also be small."""
     saving_s = facts.saved_s(payoff)
     if saving_s <= MARGIN * payoff.cost_s:
         return False

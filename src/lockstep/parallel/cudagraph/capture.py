@@ -23,16 +23,17 @@ from lockstep.parallel.cudagraph.device import CudaDevice, Work
 class Capture:
     """A captured trial call.
 
-    Each of `patterns` has its own backward, because zeros for a missing gradient would become NaN at a node whose
-    derivative is infinite. A pattern without its own backward, and every pattern of a compiled model (which fills in
-    zeros itself), uses the backward of all outputs, with zeros for missing gradients.
+    A pattern says which outputs get a gradient. Each of `patterns` has its own backward: zeros in the place of a
+    missing gradient would become NaN at a node whose derivative is infinite. All other patterns use the backward of all
+    outputs, with zeros. So does every pattern of a compiled model, which fills in zeros itself.
     """
 
     def __init__(self, trial: TrialCall, reached: Sequence[set[int]], patterns: Sequence[Pattern], device: CudaDevice):
         """Capture the forward of `trial`, and a backward for each of `patterns`.
 
-        `reached` holds, for each differentiable output, the indices of the sources that it depends on. A source that
-        gets no gradient through any output gets None rather than zeros, with which an optimizer would step.
+        The sources are the inputs that require a gradient, then all parameters. `reached` holds, for each
+        differentiable output, the indices of the sources that it depends on. A source that gets no gradient through any
+        output gets None rather than zeros, with which an optimizer would step.
         """
         self.trial = trial
         self._reached = reached

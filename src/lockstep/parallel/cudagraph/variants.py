@@ -236,4 +236,5 @@ class ModelAttributes:
 
 
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Return whether both have the same objects in the same order, compared by identity."""
     return len(left) == len(right) and all(map(is_, left, right))

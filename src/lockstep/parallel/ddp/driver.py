@@ -19,10 +19,10 @@ from lockstep.parallel.ddp.comm_hooks import CommHook, WideHook
 from lockstep.parallel.ddp.hook_table import COMM_HOOKS, HookArguments
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
 from lockstep.parallel.driver import Driver, DriverSetup, broadcast_model
-from lockstep.parallel.exact.hook import OrderedHook
-from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
+from lockstep.parallel.exact.hook import OrderedBuckets
+from lockstep.parallel.exact.reducers import OrderedReplicas
 from lockstep.parallel.gradients import have_gradients, sum_used, sum_with_word
-from lockstep.parallel.micro_batches import MicroBatchDriver, backward, check_reached
+from lockstep.parallel.micro_batches import MicroBatchDriver, backward, check_reached, norms_of_gradients
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
@@ -66,6 +66,8 @@ class DDPDriver(MicroBatchDriver):
     not matter which part of the model the loss has called, or how often.
     """
 
+    exact_reducer: OrderedBuckets | None  # pyrefly: ignore[bad-override-mutable-attribute]  no other one is passed below
+
     def __init__(self, model: nn.Module, setup: DriverSetup):
         config, runtime = setup.config.ddp, setup.runtime
         super().__init__(model, setup, exact_reducer=OrderedBuckets if setup.config.exact else None)
@@ -95,8 +97,8 @@ class DDPDriver(MicroBatchDriver):
 
         group = self._ddp.process_group
         assert group is not None
-        if isinstance(self.exact_reducer, OrderedBuckets):
-            self.hook: CommHook | None = OrderedHook(self._word_parameter, group, self.exact_reducer)
+        if self.exact_reducer:
+            self.hook: CommHook | None = self.exact_reducer.comm_hook(self._word_parameter, group)
         else:
             self.hook = self._make_hook(group, config, setup.config.seed)
 
@@ -132,8 +134,7 @@ class DDPDriver(MicroBatchDriver):
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         super().before_forward(micro, progress)
-
-        split_graphs(self._ddp)
+        split_graphs(self._ddp)  # what the forward compiles; `_backward` ends this
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -148,22 +149,27 @@ class DDPDriver(MicroBatchDriver):
         # Before the last backward of the step, gradients only accumulate on this rank.
         if control_word is None:
             backward((total,), (grad_output,))
-            return
+        else:
+            self._backward_and_reduce(total, grad_output, control_word)
+            self._check_complete()
 
-        # From here on, DDP expects one gradient of every parameter.
+    def _backward_and_reduce(self, total: Tensor, grad_output: Tensor, control_word: ControlWord) -> None:
+        """Run the last backward of a step. DDP reduces each bucket as soon as its gradients are there."""
+        # DDP's forward returns the loss as it is, and prepares DDP: it now expects one gradient of every parameter.
         with torch.enable_grad():
             total = self._ddp(total)
 
-        # DDP divides by the world size, so the control word is multiplied by it first.
+        # Where DDP divides by the number of ranks, the control word is multiplied by it first.
         packed = self.codec.pack(control_word, factor=self.to_sum)
+
+        # The backward starts from two tensors. The second is a leaf, so that its gradient is what is passed for it.
         with self._each_gradient_once() if self._counts_gradients else nullcontext():
             backward((total, self._word_parameter), (grad_output, packed))
 
     def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.
-        self._check_complete()
         assert self._word_parameter.grad is not None
-        return self._word_parameter.grad, self.norms_of_gradients()
+        return self._word_parameter.grad, norms_of_gradients(self.parameters)
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         parameter = self._word_parameter
@@ -225,22 +231,13 @@ class FlatReduceDriver(MicroBatchDriver):
         broadcast_model(model, setup.runtime.collectives)
 
     def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        if isinstance(self.exact_reducer, OrderedReplicas):
-            packed = self.exact_reducer.reduce(control_word, self.codec)
-        else:
-            packed = self._sum_gradients(control_word)
-
-        return packed, self.norms_of_gradients()
-
-    def _sum_gradients(self, control_word: ControlWord) -> Tensor:
-        """Sum the gradients over all ranks, and return the summed control word."""
         # The first sum carries the control word and counts the ranks that used each parameter. On a GPU the host waits
         # for it, because it decides what the next sums are.
         parameters = [*self.parameters.values()]
         collectives = self.runtime.collectives
         packed, users = sum_with_word(self.codec, control_word, have_gradients(parameters), collectives)
         sum_used(parameters, users.tolist(), collectives)
-        return packed
+        return packed, norms_of_gradients(self.parameters)
 
 
 def make_driver(model: nn.Module, setup: DriverSetup) -> Driver:

@@ -1,4 +1,4 @@
-"""A DDP hook that adds gradients in the order of the tree (tree.py).
+"""The reducer for DDP's buckets, with its hook, which adds gradients in the order of the tree (tree.py).
 
 Every rank owns a slice of each chunk of a bucket. All ranks send their terms of that slice to its owner, which adds
 them in order and sends the sum back to all. Gradients are sent without a copy, and sums are received in place.
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from lockstep.data.windows import rank_range
 from lockstep.parallel.ddp.comm_hooks import Bucket, CommHook
-from lockstep.parallel.exact.reducers import Gradients, OrderedBuckets
+from lockstep.parallel.exact.reducers import Gradients, OrderedTree
 from lockstep.parallel.exact.tree import Subtree, TreeSum
-from lockstep.runtime.control_word import ControlWord
+from lockstep.parallel.micro_batches import check_reached, norms_of_gradients
+from lockstep.parallel.progress import StepProgress
+from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 
 CHUNK = 2**20  # elements that are reduced at once: one chunk is added while others are being sent
 
@@ -49,6 +51,29 @@ def _add_up(chunk: _Chunk) -> None:
     total = tree.finish()
     if total is not chunk.own:
         chunk.own.copy_(total)
+
+
+class OrderedBuckets(OrderedTree):
+    """Replicas under DDP. In the last backward, a hook adds the partial sums of all ranks."""
+
+    def comm_hook(self, word_parameter: nn.Parameter, group: dist.ProcessGroup) -> OrderedHook:
+        """Return the hook for DDP's buckets. `word_parameter`: the parameter whose gradient is the control word."""
+        self._word_parameter = word_parameter
+        return OrderedHook(word_parameter, group, self)
+
+    def after_backward(self, progress: StepProgress) -> None:
+        # The hook has added the last micro-batch.
+        if progress.is_last_micro_batch:
+            return
+
+        parameters = self.driver.parameters
+        check_reached([name for name, p in parameters.items() if p.grad is None], len(parameters))
+        super().after_backward(progress)
+
+    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+        # The hook has reduced everything in the last backward.
+        assert self._word_parameter.grad is not None
+        return self._word_parameter.grad, norms_of_gradients(self.driver.parameters, self.norms)
 
 
 class OrderedHook(CommHook):

@@ -1,6 +1,7 @@
 """Reducers for full parameters: they add gradients along one tree, so that the bits do not depend on the ranks.
 
-There is one for a single process, one for DDP's buckets, and one for replicas that reduce after the last backward.
+There is one for a single process, and one for replicas that reduce after the last backward. The one for DDP's buckets
+is in hook.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from lockstep.data.windows import rank_range
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.gradients import sum_with_word
-from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver, check_reached
+from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver, norms_of_gradients
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -73,24 +74,13 @@ class OrderedTree(ExactReducer):
 class OrderedReducer(OrderedTree):
     """The sums of a single process."""
 
-    def finish(self) -> None:
+    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
         # A parameter that no micro-batch has reached keeps no gradient.
         summed = self.tree.finish()
         for parameter in self.driver.parameters.values():
             parameter.grad = summed.get(id(parameter))
 
-
-class OrderedBuckets(OrderedTree):
-    """Replicas under DDP. In the last backward, a hook adds the partial sums of all ranks (hook.py)."""
-
-    def after_backward(self, progress: StepProgress) -> None:
-        # The hook has added the last micro-batch.
-        if progress.is_last_micro_batch:
-            return
-
-        parameters = self.driver.parameters
-        check_reached([name for name, p in parameters.items() if p.grad is None], len(parameters))
-        super().after_backward(progress)
+        return codec.pack(control_word), norms_of_gradients(self.driver.parameters, self.norms)
 
 
 class OrderedReplicas(OrderedTree):
@@ -99,8 +89,8 @@ class OrderedReplicas(OrderedTree):
     A parameter may have no gradient in some micro-batches, or in all of them.
     """
 
-    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> Tensor:
-        """Add the roots of all ranks in the order of the tree, and return the summed control word.
+    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+        """Add the roots of all ranks in the order of the tree, and sum the control word.
 
         One collective finds out which gradients there are, and two more add those of each group below.
         """
@@ -132,7 +122,7 @@ class OrderedReplicas(OrderedTree):
             self._add_in_order(group, local_roots, roots_by_rank, present)
 
         self.tree.roots.clear()
-        return packed
+        return packed, norms_of_gradients(self.driver.parameters, self.norms)
 
     def _add_in_order(
         self,

@@ -31,9 +31,9 @@ from lockstep.parallel.exact.shards import OrderedShards
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.gradients import broadcast_unsharded_gradients, count_and_sum
-from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.meta.init import fill_model
+from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.sharded import ShardedDriver
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
@@ -222,13 +222,6 @@ class FSDPDriver(ShardedDriver):
 
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-
-    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        # The norms of exact mode are gathered with the control word.
-        if isinstance(self.exact_reducer, OrderedShards):
-            return self.exact_reducer.reduce(control_word)
-
-        return super().reduce(control_word)
 
     def _reduce_gradients(self) -> None:
         count_and_sum(self._scalars, self._dp_group)

@@ -226,9 +226,9 @@ class _Recorder(TorchDispatchMode):
         """Run a call on the host, record it without running it, or run it with empty arguments materialized."""
         # Most calls of a constructor are on ordinary tensors.
         tensors = tensors_in((args, kwargs))
-        to_meta = any(_is_device(argument, "meta") for argument in [*args, *kwargs.values()])
+        names_meta = any(_is_device(argument, "meta") for argument in [*args, *kwargs.values()])
         some_are_empty = any(memories.is_empty(tensor) for tensor in tensors)
-        if not to_meta and not some_are_empty:
+        if not names_meta and not some_are_empty:
             return self._on_host(func, args, kwargs, tensors)
 
         if _name(func).startswith("_foreach_") and len(args[0]) > 1:
@@ -246,24 +246,24 @@ class _Recorder(TorchDispatchMode):
         returns_numbers = not written and not any("Tensor" in str(result.type) for result in func._schema.returns)
         if returns_numbers or not all(memories.is_empty(tensor) for tensor in written):
             result = func(*self._materialize(args), **self._materialize(kwargs))
-            self._mark_unrepeatable(written)
+            self._drop_values(written)
             return result
 
         return self._on_meta(func, args, kwargs, written)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run a call on tensors that have memory. A parameter may be computed from its results."""
-        # A call can be replayed only if it is torch's own, and if its arguments can be replayed.
-        repeatable = func.namespace in ("aten", "prims") and all(_is_known(tensor) for tensor in tensors)
+        # A call can be replayed only if it is torch's own, and if its arguments are known.
+        replayable = func.namespace in ("aten", "prims") and all(_is_known(tensor) for tensor in tensors)
         written = written_tensors(func, args, kwargs)
-        call = self._record_call(func, args, kwargs, written) if repeatable else None
+        call = self._record_call(func, args, kwargs, written) if replayable else None
 
         result = func(*args, **kwargs)
 
         if call:
             self._record_results(call, written, result)
         else:
-            self._mark_unrepeatable(written)
+            self._drop_values(written)
 
         return result
 
@@ -369,7 +369,10 @@ class _Recorder(TorchDispatchMode):
         return call
 
     def _operand(self, tensor: Tensor, crosses: bool) -> Operand:
-        """Return how to recompute a tensor. `crosses`: a tensor with memory is an argument of a call on empty ones."""
+        """Return how to recompute a tensor.
+
+        crosses: an empty tensor will depend on this one, even if this one has memory
+        """
         if tensor.is_conj() or tensor.is_neg():
             raise different_weights("model() initialises weights with conjugated views", "call resolve_conj() on them")
 
@@ -429,7 +432,7 @@ class _Recorder(TorchDispatchMode):
             memory.value = Value(memory, call)
             call.values.append(memory.value)
 
-    def _mark_unrepeatable(self, written: list[Tensor]) -> None:
+    def _drop_values(self, written: list[Tensor]) -> None:
         """Drop the recorded values of tensors that a call has written and that cannot be replayed."""
         for tensor in written:
             memory = memories.of(tensor)

@@ -30,25 +30,25 @@ from lockstep.errors import UserError
 from lockstep.parallel.calls.arguments import OpaqueValue, flatten, unflatten
 from lockstep.parallel.calls.chain import CallChain, Link
 from lockstep.parallel.calls.state import StateSnapshot, leaves_reached
-from lockstep.parallel.driver import Autocast
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage, balance, placeholder, too_few_splits
+from lockstep.precision import Precision
 
 Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> the result of the call
 TracedOutput = tuple[list[Tensor], Any]  # a block's flattened output: tensors on the meta device, and the spec
 
 
 def split_forward(
-    model: nn.Module, blocks: Sequence[nn.Module], arguments: ModelInput, count: int, autocast: Autocast
+    model: nn.Module, blocks: Sequence[nn.Module], arguments: ModelInput, count: int, precision: Precision
 ) -> tuple[list[ForwardStage], list[list[Tensor]]]:
     """Return `count` stages with about the same number of parameters, and the tensors that each stage uses.
 
     arguments: (args, kwargs) of the model for two samples
-    autocast: autocast with the precision of the run
+    precision: that of the run, on the CPU
     """
     interceptor = BlockInterceptor(blocks)
     with StateSnapshot(model):
         trace = _Trace(model, interceptor)
-        trace.run(arguments, autocast)
+        trace.run(arguments, precision)
 
         # From here on, blocks are numbered in the order of their calls.
         interceptor.install([blocks[number] for number in trace.order])
@@ -65,7 +65,7 @@ def split_forward(
             stages.append(ForwardStage(model, interceptor, trace.outputs, start, last_block, names))
             used.append(tensors)
 
-        _dry_run(model, stages, used, arguments, autocast)
+        _dry_run(model, stages, used, arguments, precision)
 
     return stages, used
 
@@ -94,9 +94,9 @@ class _Trace:
         inside = {id(buffer) for block in interceptor.blocks for buffer in block.buffers()}
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in inside]
 
-    def run(self, arguments: ModelInput, autocast: Autocast) -> None:
+    def run(self, arguments: ModelInput, precision: Precision) -> None:
         args, kwargs = arguments
-        with ExitStack() as stack, torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
+        with ExitStack() as stack, torch.enable_grad(), precision.autocast(), self.interceptor.handled_by(self._handle):
             # Unfreeze all parameters for the trace: the autograd graph contains only those that require a gradient.
             for p in self.model.parameters():
                 if p.is_floating_point() and not p.requires_grad:
@@ -190,14 +190,14 @@ def _dry_run(
     stages: Sequence[ForwardStage],
     used: Sequence[Sequence[Tensor]],
     arguments: ModelInput,
-    autocast: Autocast,
+    precision: Precision,
 ) -> None:
     """Run every stage with NaN for all parameters that it will not have, and check that its output has no NaN."""
     passed: Any = None  # the output of the previous stage
 
     for number, (stage, tensors) in enumerate(zip(stages, used, strict=True)):
         try:
-            with torch.no_grad(), autocast(), ExitStack() as stack:
+            with torch.no_grad(), precision.autocast(), ExitStack() as stack:
                 _hide_others(model, {id(tensor) for tensor in tensors}, stack)
                 passed = stage(arguments, passed)
         except Exception as error:

@@ -74,7 +74,7 @@ def make_stages(
         arguments = _example_input(model, task, config, samples)
 
     # The trace runs on the CPU, in the precision of the run.
-    return split_forward(model, blocks, arguments, count, replace(precision, device_type="cpu").autocast)
+    return split_forward(model, blocks, arguments, count, replace(precision, device_type="cpu"))
 
 
 def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:

@@ -18,15 +18,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
-from lockstep.parallel.batchnorm.statistics import running_statistics
-from lockstep.parallel.driver import Autocast, Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
+from lockstep.parallel.batchnorm.statistics import add_running_statistics
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, begin_pass, no_gradient, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients, LossFn
 from lockstep.parallel.mesh import Axes, Mesh
+from lockstep.parallel.parameter_hooks.hooks import change_sums
 from lockstep.parallel.pipeline.build import make_stages
-from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
+from lockstep.parallel.pipeline.pipeline import Pipeline
 from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
+from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.parallel.pipeline.stage_gradients import StageGradients, ranks_at
 from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.progress import StepProgress
@@ -68,9 +70,8 @@ class PipelineDriver(Driver):
 
         # What takes part in the steps.
         self.parts = StepParts(overlapping=True)
-        self._statistics = running_statistics(model, self._dp_group, split.materialized, setup.log_event)
-        if self._statistics.layers:
-            self.parts.add(self._statistics)
+        materialized = split.materialized
+        self._statistics = add_running_statistics(self.parts, model, self._dp_group, materialized, setup.log_event)
 
         check = CollectiveCheck(model, runtime, split.local_stages, self._dp_group) if sharded else None
         self._collective_check = check
@@ -79,26 +80,21 @@ class PipelineDriver(Driver):
 
         # What runs the micro-batches.
         stages_of_remote = {name: split.by_tensor[name] for name in self.role.holders}
-        self._remote = RemoteTensors(model, stages_of_remote, split.materialized)
+        self._remote = RemoteTensors(model, stages_of_remote, materialized)
         self._pipeline = Pipeline(
             model,
             split.stages,
             config.pp.schedule,
             axes.along("pp"),
-            setup.precision.autocast,
+            setup.precision,
             self._remote,
             self.parts,
             shard_group=self._dp_group if sharded else None,
         )
 
     def _begin_pass(self) -> None:
-        """Begin a step: clear the gradients of the last one."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-        for part in self.parts:
-            part.begin_pass()
-
+        """Begin a pass over the micro-batches of a step."""
+        begin_pass(self)
         self._remote.begin_pass()
         if self._collective_check:
             self._collective_check.begin_pass()
@@ -147,7 +143,7 @@ class PipelineDriver(Driver):
             "set strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
 
-    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
+    def evaluate(self, loss_fn: LossFn, data: Any) -> Loss | None:
         # The pipeline itself enters autocast, for the stages and for the loss.
         return self._pipeline.forward(loss_fn, data)
 
@@ -207,9 +203,7 @@ class PipelineDriver(Driver):
 
         # Then sum the gradients, and call the user's hooks with the sums.
         self._gradients.sum(used_anywhere[: len(used)])
-        for name, hooks in self._hooks.items():
-            hooks.change_sum(self.parameters[name])
-
+        change_sums(self._hooks, self.parameters)
         return packed, self._gradients.step_norms()
 
     def _raise_refusal(self) -> NoReturn:
@@ -245,7 +239,7 @@ def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool
     _check_norms(model, by_tensor)
     _broadcast_one_by_one(model, runtime)
 
-    # Stages are dealt out to the ranks in turn. A tensor that no stage uses is on all ranks.
+    # Stages are assigned to the ranks round-robin. A tensor that no stage uses is on all ranks.
     pp_rank = axes.mesh.coordinate("pp")
     local_stages = stages[pp_rank :: sizes["pp"]]
     pp_ranks = {name: {stage % sizes["pp"] for stage in users} for name, users in by_tensor.items()}

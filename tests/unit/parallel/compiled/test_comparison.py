@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.parallel.calls.state import StateSnapshot
-from lockstep.parallel.compiled.compilation import CallResult, difference, run_isolated
+from lockstep.parallel.compiled.comparison import CallResult, difference, run_isolated
 from lockstep.task import Loss
 
 

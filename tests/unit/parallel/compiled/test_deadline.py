@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from lockstep.parallel.compiled import compilation
-from lockstep.parallel.compiled.compilation import Deadline, TookTooLong
+from lockstep.parallel.compiled import deadline
+from lockstep.parallel.compiled.deadline import Deadline, TookTooLong
 
 LIMIT_S = 0.2
 ENDLESS_S = 60.0  # only a test that fails takes so long
@@ -36,7 +36,7 @@ time = Clock()
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compilation, "time", time)
+    monkeypatch.setattr(deadline, "time", time)
     torch._dynamo.reset()
     yield
     assert torch._dynamo.callback_handler.start_callbacks == []

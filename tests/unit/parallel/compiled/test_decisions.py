@@ -22,7 +22,7 @@ from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.compiled import compilation, compiler, facts, targets
+from lockstep.parallel.compiled import compilation, compiler, deadline, facts, targets
 from lockstep.parallel.cudagraph import graphs, variants
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -177,7 +177,7 @@ def train(task: Plain, folder: Path, **settings: Any) -> Ran:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """A faked GPU, on which nothing was compiled so far by this model."""
     clock = FakeClock()
-    clock.install(monkeypatch, facts, compiler, compilation, graphs, variants)
+    clock.install(monkeypatch, facts, compiler, compilation, deadline, graphs, variants)
     found = Machine(fake_gpu(monkeypatch), clock, FakeProfiler(monkeypatch, FUSIBLE))
     monkeypatch.setattr(torch, "compile", found.compile)
     monkeypatch.setattr(targets, "BACKEND", lambda graph, inputs: graph)
@@ -247,7 +247,7 @@ CASES: dict[str, tuple[dict[str, Any], int, list[str], int, bool]] = {
         False,
     ),
     "it takes too long": (
-        {"call_s": 4.0, "problem": compilation.TookTooLong(9.0)},
+        {"call_s": 4.0, "problem": deadline.TookTooLong(9.0)},
         120,
         ["* left", "begins with the loss", "nothing: not the loss with the model: it takes longer than 9 s"],
         0,

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from lockstep.parallel.compiled import compilation
-from lockstep.parallel.compiled.compilation import reported
+from lockstep.parallel.compiled import deadline
+from lockstep.parallel.compiled.deadline import reported
 
 ENDLESS_S = 60.0  # only a test that fails takes so long
 
 
 def test_progress_is_reported_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(deadline, "PROGRESS_S", 0.01)
     seconds: list[float] = []
     twice = threading.Event()
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.hooks.probe import Hooks, call_hooks, problem_with, reachable
+from lockstep.parallel.parameter_hooks.probe import Hooks, call_hooks, problem_with, reachable
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.shards import full_tensor, shard_of
 
@@ -100,6 +100,15 @@ def take_hooks(model: nn.Module) -> dict[str, ParameterHooks]:
         for name, p in model.named_parameters()
         if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks)
     }
+
+
+def change_sums(hooks: Mapping[str, ParameterHooks], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Apply the hooks to the gradient sums of a step, of which each rank may hold a shard. Collective.
+
+    Both `hooks` and `parameters` are by name.
+    """
+    for name, own in hooks.items():
+        own.change_sum(parameters[name])
 
 
 def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: Runtime) -> None:
