@@ -284,7 +284,7 @@ class CheckpointManager:
     # ---- at the end ----
 
     def best(self) -> BestCheckpoint | None:
-        """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if they cannot be read now."""
+        """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if one cannot be read now."""
         return best_checkpoint(self._context.metrics, self.config.checkpoint)
 
     def last_location(self) -> str | None:
