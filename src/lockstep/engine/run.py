@@ -116,6 +116,7 @@ class Run:
         """
         self.log.interval.restart_clock()
         self.trained_model.guard.late_hooks.check()
+        self.stepper.look_for_hooks()
         is_first = True
         follows_batches = bool(self.hooks.named("before_batch"))
 

@@ -82,10 +82,8 @@ class Stepper:
         self._interval = interval
         self._trained_parameters = trained_parameters
 
-        # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
-        # with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an optimizer cannot
-        # skip on the device.
-        self.reads_outcome_late = context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
+        # Whether the host reads the outcome one step late, see `look_for_hooks`.
+        self.reads_outcome_late = self._can_read_late()
 
         # Changed by every step.
         self.progress = StepProgress(
@@ -140,6 +138,20 @@ class Stepper:
 
         return self._apply_now(progress, reduced, norm)
 
+    def look_for_hooks(self) -> None:
+        """Follow hooks that were set on optimizers' steps since the set-up. Call it before the first step."""
+        assert self._pending is None, "look_for_hooks() before wait_for_outcome()"
+        self.update.look_for_hooks()
+        self.reads_outcome_late = self._can_read_late()
+
+    def _can_read_late(self) -> bool:
+        """Return whether the host can read the outcome of a step one step late, on a GPU, so that it never waits.
+
+        This is impossible with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an
+        optimizer cannot skip on the device.
+        """
+        return self.context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
+
     def set_flags(self, **flags: bool) -> None:
         """Set `Flags`, such as `stop` or `save`, in every control word from now on, until they are set to False."""
         self.context.flags |= flags
@@ -147,8 +159,11 @@ class Stepper:
     def measure(self, progress: StepProgress, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
         word, weight = self._wait_for_word(reduced)
-        to_mean = self._to_mean(reduced, weight)
-        grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
+        if word.weight:
+            to_mean = self._to_mean(reduced, weight)
+            grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
+        else:
+            to_mean = grad_norm = 0.0  # the gradient of no terms
 
         # No limit: a pass that applies nothing cannot be skipped as a spike.
         outcome = Outcome(progress, reduced, math.inf, word, grad_norm)

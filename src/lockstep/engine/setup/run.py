@@ -49,6 +49,12 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     # A DataLoader may set keys that the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, trained.driver
+
+    # A custom loop may have changed the model or its optimizers since `run.setup`.
+    trained.guard.check()
+    trained.guard.check_structure()
+    trained.optimizers.check_groups(trained.guard.model)
+
     for hook in builder.hooks.named("before_batch"):
         check_before_batch(config, driver.role, runtime.world.alone, hook)
 
