@@ -32,6 +32,8 @@ class MapSource(DatasetSource):
     skipped has ended.
     """
 
+    step_order: StepOrder
+
     def __init__(
         self, reader: SampleReader, sampler: Sampler, options: SourceOptions, sample_lengths: np.ndarray | None = None
     ):
@@ -151,8 +153,7 @@ class MapSource(DatasetSource):
         if is_empty(data):
             return self._as_padding(micro)
 
-        # `dataclasses.replace` takes ten times as long.
-        return MicroBatch(data, micro.index, micro.num_samples, micro.epoch, micro.ids, micro.padding, micro.place)
+        return micro.with_data(data)
 
     def _as_padding(self, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch that collate emptied as padding: its weight is 0, but every rank must run it."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.config import RunConfig
-from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.start import as_checked
 from lockstep.engine.clock import RunClock
@@ -89,10 +87,6 @@ class Run:
         """The number of steps so far, including skipped ones."""
         return self.stepper.counters.steps_done
 
-    def reading_here(self) -> AbstractContextManager[None]:
-        """Return a context for reading samples in this process, though worker processes may read the same dataset."""
-        return self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
-
     # ---- before the first step ----
 
     def check_start(self, task: Any = None) -> None:
@@ -134,16 +128,8 @@ class Run:
             if follows_batches:
                 micro_batches = self.hooks.around_batches(micro_batches)
 
-            # A copy: the object belongs to the source, which may give it again. `dataclasses.replace` is slow.
-            yield StepBatches(
-                batches.num_micro_batches,
-                micro_batches,
-                batches.global_num_samples,
-                batches.global_num_micro_batches,
-                batches.exhausted,
-                self.steps_done,
-                batches.span,
-            )
+            # A copy: the object belongs to the source, which may give it again.
+            yield batches.with_micro_batches(micro_batches, self.steps_done)
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.
@@ -363,7 +349,7 @@ class Run:
         # Not the micro-batch of the plan: the results must not depend on the number of ranks.
         batch = evaluation_batch(self.config, self.plan.global_batch)
         with (
-            self.reading_here(),
+            self.source.reading_here(),
             trained.evaluation_weights(),
             trained.averaged_weights(),
             self.gathering.whole_batches(),
