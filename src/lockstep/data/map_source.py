@@ -140,15 +140,17 @@ class MapSource(DatasetSource):
     # ---- reading samples ----
 
     def _load(self, window: Window, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a window with their data. None of them is kept here."""
-        # Prefetched batches come in the same order, by the same assignment (`_requests`).
-        requests = (Request(micro.epoch, micro.ids) for micro in micro_batches)
-        batches = self._prefetch(window) if self._prefetches else map(self.reader, requests)
+        """Yield the micro-batches of a window with their data."""
+        if self._prefetches:
+            batches = self._prefetch(window)  # the requests of `_requests`, which come in the same order
+        else:
+            batches = map(self.reader, (Request(micro.epoch, micro.ids) for micro in micro_batches))
 
-        # `map` ends with the micro-batches, and a variable here would keep the last one until the next is there.
+        # No loop: its variable would keep a micro-batch until the next one is there.
         yield from map(self._with_data, micro_batches, batches)
 
     def _with_data(self, micro: MicroBatch, data: Any) -> MicroBatch:
+        """Return a micro-batch with its data, or as padding if collate has dropped all of its samples."""
         # A batch that collate has emptied still takes part in the step, with weight 0.
         if is_empty(data):
             return self._as_padding(micro)

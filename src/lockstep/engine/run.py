@@ -112,7 +112,7 @@ class Run:
         self.trained_model.guard.late_hooks.check()
         self.stepper.look_for_hooks()
         is_first = True
-        follows_batches = bool(self.hooks.named("before_batch"))
+        has_before_batch = bool(self.hooks.named("before_batch"))
 
         while (steps_left := self.plan.steps - self.steps_done) > 0 and not self.requests.stop_agreed:
             self.trained_model.guard.check()
@@ -125,7 +125,7 @@ class Run:
             is_first = False
 
             micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
-            if follows_batches:
+            if has_before_batch:
                 micro_batches = self.hooks.around_batches(micro_batches)
 
             # A copy: the object belongs to the source, which may give it again.
@@ -164,7 +164,9 @@ class Run:
             interval.micro_batches += 1
 
             # From now on a signal takes effect after the step, with a save.
-            self.runtime.notice.waits = True
+            if not self.runtime.notice.waits:
+                self.runtime.notice.defer_to_step_end()
+
             yield micro
 
         # Without an error the rest would count as trained.
@@ -176,8 +178,8 @@ class Run:
     def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
         """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
-        `result` is what the step has returned. On a GPU it may be the result of the previous step, or None if that was
-        read before. Return the newest result that no step has reported.
+        `result` is what the step has returned: its own, or on a GPU that of the previous step, or None if that was read
+        in between. Return the result that this step reports (see `engine/requests.py`).
         """
         for part in self.driver.parts:
             part.end_step(self.stepper.progress)
@@ -185,8 +187,15 @@ class Run:
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
 
+        # What ranks ask of each other. Only the last step waits for its own result.
         steps_done = self.steps_done
-        result = self._accept(batches, result, steps_done)
+        self.requests.accept(result)
+        is_last = steps_done == self.plan.steps or self.requests.stop_agreed
+        if is_last:
+            self.requests.accept_pending()
+
+        result = self.requests.to_report(result)
+        self.log.end_step(batches.global_num_samples, result, is_last)
 
         # Iterating over all modules is too slow for every step.
         if steps_done % self.config.checks.every == 0:
@@ -195,7 +204,7 @@ class Run:
         self._request_what_is_due()
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
-        if self._follows_steps:
+        if self._has_after_step:
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
@@ -207,22 +216,10 @@ class Run:
 
         return result
 
-    def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
-        """Accept the requests in a step's control word and count the step in the log. Return the result to report."""
-        self.requests.accept(result)
-
-        # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
-        is_last = steps_done == self.plan.steps or self.requests.stop_agreed
-        if is_last:
-            self.requests.accept_last()
-
-        result = self.requests.take_unreported() or result
-        self.log.end_step(batches.global_num_samples, result, is_last)
-        return result
-
     def _request_what_is_due(self) -> None:
         """Put requests that this rank's clock makes due, and a failed save, into the next control word."""
-        # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
+        # Any rank may fail to write, or receive a signal that asks for a save. Only rank 0's clock decides
+        # when a save is due.
         save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
         evaluate = False
@@ -239,7 +236,7 @@ class Run:
         self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
 
     @cached_property
-    def _follows_steps(self) -> bool:
+    def _has_after_step(self) -> bool:
         """Whether the user's code is called after every step."""
         return bool(self.hooks.named("after_step"))
 
@@ -259,7 +256,7 @@ class Run:
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
-            self.requests.accept_last()
+            self.requests.accept_pending()
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
 

@@ -3,12 +3,12 @@
 One exception: where the host reads the outcome late (see the end of this text), ranks that are in different steps are
 noticed only after the update, and the run then ends.
 
-    progress = self.begin_pass(batches)                                  sums and counts start at 0
+    progress = self.new_progress(batches)                               sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
     factor   = to_sum x clipping / (global weight x loss scale)          to_sum: ranks, if gradients are means; else 1
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
-A custom loop runs the micro-batches itself, between `begin_pass` and `apply`.
+A custom loop runs the micro-batches itself, between `new_progress` and `apply`.
 
 This module knows no strategy. It treats GPUs differently in one respect: if the optimizers can skip on the device, the
 device itself decides, and the host reads the outcome one step late.
@@ -95,12 +95,15 @@ class Stepper:
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
         """Run a whole step. Return the newest known result: on a GPU it may be that of the previous step."""
-        progress = self.begin_pass(batches)
+        progress = self.new_progress(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, progress)
         return self.apply(progress, reduced)
 
-    def begin_pass(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
-        """Begin a step, or pass number `pass_index` of the `passes` that a custom loop makes over its batches."""
+    def new_progress(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
+        """Return the progress of a new step, now the current one.
+
+        A custom loop may make several `passes` over the batches of a step: then it is that of one pass.
+        """
         self.progress = StepProgress(self.context, batches, self.counters.steps_done, pass_index, passes)
         return self.progress
 
@@ -191,8 +194,12 @@ class Stepper:
         return self._conclude(outcome)
 
     def _apply_late(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult | None:
-        """Let the device decide whether the fused optimizers skip. Return the result of the previous step."""
-        # With weight 0 the norm is 0 x inf = nan, so the device skips.
+        """Let the device decide whether the fused optimizers skip. Return the result of the previous step.
+
+        The host queues the update of this step, reads the outcome of the previous one, and queues the copy of this
+        step's numbers, which become the pending outcome.
+        """
+        # Queue the update. With weight 0 the norm is 0 x inf = nan, so the device skips.
         weight = reduced.codec.weight(reduced.packed_word)
         grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
@@ -203,10 +210,10 @@ class Stepper:
         self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
         self._count_update(progress)  # optimistic: `wait_for_outcome` takes it back if the device skipped
 
-        # Read the previous outcome only now, while the device is busy with this step.
+        # Read the previous outcome: only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
 
-        # Copy the numbers behind the kernels of this step. The event tells when they have arrived.
+        # Queue the copy of the numbers, behind the kernels of this step. The event tells when they have arrived.
         row = torch.cat([grad_norm.reshape(1), reduced.packed_word.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -214,9 +221,9 @@ class Stepper:
         return previous
 
     @property
-    def awaits_outcome(self) -> bool:
-        """True if the host has not read the outcome of the last step yet, so that the interval lacks its losses."""
-        return self._pending is not None
+    def pending_steps(self) -> int:
+        """The number of steps whose outcome the host has not read yet, 0 or 1: the interval lacks their losses."""
+        return int(self._pending is not None)
 
     def wait_for_outcome(self) -> StepResult | None:
         """Wait for the result of the last step and return it, or None if the host has read it already."""

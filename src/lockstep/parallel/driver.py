@@ -1,6 +1,7 @@
-"""The Driver: all that the engine, evaluations and checkpoints know of a strategy.
+"""The Driver: all that a step, evaluations and checkpoints know of a strategy.
 
-A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s.
+A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s,
+which custom loops need, and checks that call the model themselves.
 
     SingleDriver        micro_batches.py      one process
     DDPDriver           ddp/driver.py         replicas, reduced in buckets while the backward runs
