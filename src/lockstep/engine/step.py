@@ -3,7 +3,7 @@
 One exception: where the host reads the outcome late (see the end of this text), ranks that are in different steps are
 noticed only after the update, and the run then ends.
 
-    progress = self.new_progress(batches)                               sums and counts start at 0
+    progress = self.new_progress(batches)                                sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
     factor   = to_sum x clipping / (global weight x loss scale)          to_sum: ranks, if gradients are means; else 1
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
