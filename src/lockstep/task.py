@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,21 +97,26 @@ class MicroBatch:
     epoch: int = 0
     ids: Any = ()  # ids of the samples (int64); empty if the source has no ids
     padding: bool = False  # runs only because collectives need every rank; its weight must be 0
-    place: int | None = None  # `sample_offset`, or None if the source does not know it: reading that is an error
+    offset: int | None = None  # of its first sample in the global batch; None if the source does not know it
+
+    def with_data(self, data: Any) -> MicroBatch:
+        """Return a copy with other data."""
+        # `dataclasses.replace` takes ten times as long. A new field belongs here, too.
+        return MicroBatch(data, self.index, self.num_samples, self.epoch, self.ids, self.padding, self.offset)
 
     @property
     def sample_offset(self) -> int:
-        """The place of its first sample in the global batch, the same on any number of ranks."""
-        if self.place is None:
+        """Where its first sample is in the global batch, the same on any number of ranks. An error if not known."""
+        if self.offset is None:
             raise UserError(
                 "sample_offset was read, and the data source has no places in the global batch",
                 "a map-style dataset has them without data.balance; a stream, if its position is saved and it has one "
-                "virtual shard; a source of your own, if it passes MicroBatch(..., place=...)",
+                "virtual shard; a source of your own, if it passes MicroBatch(..., offset=...)",
                 "to find this rank's rows in the result of run.all_gather, use run.row_offset; to keep state for each "
                 "place, use a map-style dataset",
             )
 
-        return self.place
+        return self.offset
 
 
 @dataclass(slots=True)
@@ -124,6 +130,19 @@ class StepBatches:
     exhausted: bool = False  # whether this rank's stream has ended
     step: int = 0  # the index of the step, set by `Run.step_batches`
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
+
+    def with_micro_batches(self, micro_batches: Iterable[MicroBatch], step: int) -> StepBatches:
+        """Return a copy with other micro-batches, as many, for the step with this index."""
+        # `dataclasses.replace` takes ten times as long. A new field belongs here, too.
+        return StepBatches(
+            self.num_micro_batches,
+            micro_batches,
+            self.global_num_samples,
+            self.global_num_micro_batches,
+            self.exhausted,
+            step,
+            self.span,
+        )
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -152,7 +171,7 @@ class BatchSource(ABC):
     """A source of micro-batches: a dataset, a stream, a rollout. Derive a class from it, and return one from `data()`.
 
     Four methods must be written. The engine calls the others, too, and by default they do nothing or return nothing;
-    only `skip` has no default.
+    only `skip` has no default. The last ones are for a dataset whose samples Lockstep can read one by one.
     """
 
     # ---- required ----
@@ -215,6 +234,23 @@ class BatchSource(ABC):
     def skipped_spans(self) -> Sequence[tuple[int, int]]:
         """All spans that were skipped, for a source with `skip`."""
         return ()
+
+    # ---- a map-style dataset ----
+
+    # Which samples every step has: a `StepOrder` (data/windows.py). None if only the source itself knows.
+    step_order: Any = None
+
+    def reading_here(self) -> AbstractContextManager[None]:
+        """Return a context for reading samples in this process, though worker processes may read the same dataset."""
+        return nullcontext()
+
+    def read_samples(self, epoch: int, ids: Sequence[int]) -> Any:
+        """Read these samples in this process, as they are before collate. None if they cannot be read one by one."""
+        return None
+
+    def first_sample(self) -> Any:
+        """Return a sample, to see how large one is; None if none can be read before the worker processes start."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

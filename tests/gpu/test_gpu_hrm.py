@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def train_step(task: HRM, model: Any, optimizers: list[Any], batch: Any) -> torch.Tensor:
     for p in model.parameters():
         p.grad = None
-    task.before_batch(None, MicroBatch(None, 0, len(batch["inputs"]), place=0))
+    task.before_batch(None, MicroBatch(None, 0, len(batch["inputs"]), offset=0))
     with torch.autocast("cuda", torch.bfloat16):
         loss = task.loss(model, batch)
     loss.total.backward()

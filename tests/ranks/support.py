@@ -96,7 +96,7 @@ class WatchedRun(Run):
             batches.micro_batches = self._note(batches.micro_batches)
             yield batches
 
-    def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
+    def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
         result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be on its way
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
@@ -111,7 +111,7 @@ class WatchedRun(Run):
             [float(group["lr"]) for group in groups],
         )
         self.trace.steps.append(note)
-        super().end_step(batches, result)
+        return super().end_step(batches, result)
 
     def _note(self, batches: Any) -> Iterator[Any]:
         for micro in batches:
@@ -138,10 +138,10 @@ def preempted_run(runtime: context.Runtime, leave_at: int | None) -> type[Run]:
     """Return a Run that leaves after `leave_at` steps, because rank 0 gets SIGTERM in the step before; None: never."""
 
     class PreemptedRun(Run):
-        def end_step(self, batches: Any, result: Any) -> None:
+        def end_step(self, batches: Any, result: Any) -> StepResult | None:
             if leave_at is not None and self.steps_done == leave_at - 1 and runtime.is_main:
                 runtime.notice.signal = "SIGTERM"
-            super().end_step(batches, result)
+            return super().end_step(batches, result)
 
     return PreemptedRun
 

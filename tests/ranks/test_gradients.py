@@ -111,7 +111,7 @@ def scalar_gradients(world: World, store: Any, values: dict[str, Any]) -> list[t
         driver = builder.setup_model(task.model(), task.optimizer).driver
         run = builder.setup_run(task.data(), task.collate)
         for batches in run.step_batches():
-            progress = run.stepper.begin_pass(batches)
+            progress = run.stepper.new_progress(batches)
             reduced = driver.forward_backward(batches, task.loss, progress)
             gradient = driver.parameters["scale"].grad
             assert gradient is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.data.transfer import to_device
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.capabilities import needs_full_parameters
+from lockstep.optim.capabilities import StepHooks, needs_full_parameters
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.registry import TRAITS
 from lockstep.optim.unknown.probe import ProbeFailed, check_independent
@@ -169,8 +169,8 @@ def test_what_takes_float32_only_is_tried_in_it() -> None:
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:
     """Lion is elementwise; so, on small parameters, is what looks at matrices only if they are large."""
-    assert needs_full_parameters(Lion(small().parameters()))
-    assert not needs_full_parameters(torch.optim.Rprop(small().parameters()))
+    assert needs_full_parameters(Lion(small().parameters()), StepHooks([]))
+    assert not needs_full_parameters(torch.optim.Rprop(small().parameters()), StepHooks([]))
 
 
 # ---- as in plain PyTorch ----

@@ -94,7 +94,7 @@ class AMPTrainer:
 
         context = StepContext(settings, self.runtime, self.precision, 1, reports_loss=self.driver.role.reports_loss)
 
-        self.stepper = Stepper(context, self.driver, self.optimizers, rate, Interval(Sums()))
+        self.stepper = Stepper(context, self.driver, self.optimizers, rate, Interval(Sums(), context.metric_names))
 
         self._checkpoint_calls = CheckpointCalls(self.runtime.world, self.number)
 
@@ -248,7 +248,7 @@ class AMPTrainer:
         # The first micro-batch of an optimizer step begins the step.
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
-            self.stepper.begin_pass(self._open_step)
+            self.stepper.new_progress(self._open_step)
             self._checkpoint_calls.begin_step()
             self.driver.begin_pass()
 

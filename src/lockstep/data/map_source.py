@@ -32,6 +32,8 @@ class MapSource(DatasetSource):
     skipped has ended.
     """
 
+    step_order: StepOrder
+
     def __init__(
         self, reader: SampleReader, sampler: Sampler, options: SourceOptions, sample_lengths: np.ndarray | None = None
     ):
@@ -138,21 +140,22 @@ class MapSource(DatasetSource):
     # ---- reading samples ----
 
     def _load(self, window: Window, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a window with their data. None of them is kept here."""
-        # Prefetched batches come in the same order, by the same assignment (`_requests`).
-        requests = (Request(micro.epoch, micro.ids) for micro in micro_batches)
-        batches = self._prefetch(window) if self._prefetches else map(self.reader, requests)
+        """Yield the micro-batches of a window with their data."""
+        if self._prefetches:
+            batches = self._prefetch(window)  # the requests of `_requests`, which come in the same order
+        else:
+            batches = map(self.reader, (Request(micro.epoch, micro.ids) for micro in micro_batches))
 
-        # `map` ends with the micro-batches, and a variable here would keep the last one until the next is there.
+        # No loop: its variable would keep a micro-batch until the next one is there.
         yield from map(self._with_data, micro_batches, batches)
 
     def _with_data(self, micro: MicroBatch, data: Any) -> MicroBatch:
+        """Return a micro-batch with its data, or as padding if collate has dropped all of its samples."""
         # A batch that collate has emptied still takes part in the step, with weight 0.
         if is_empty(data):
             return self._as_padding(micro)
 
-        # `dataclasses.replace` takes ten times as long.
-        return MicroBatch(data, micro.index, micro.num_samples, micro.epoch, micro.ids, micro.padding, micro.place)
+        return micro.with_data(data)
 
     def _as_padding(self, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch that collate emptied as padding: its weight is 0, but every rank must run it."""

@@ -206,27 +206,31 @@ class StepOrder:
 
     def window(self, position: int) -> Window:
         """Return the window at a position, without the skipped spans."""
+        options = self.options
+        if not self.skipped_spans:
+            return next_window(position, self.epoch_length, options.global_batch, options.tail)
+
+        position = self._behind_skipped(position)
+        window = next_window(position, self.epoch_length, options.global_batch, options.tail)
+
+        # `tail=drop` may have moved on to the next epoch, and into a skipped span there.
+        begin = self.end_position(window) - window.size
+        if self._behind_skipped(begin) != begin:
+            return self.window(begin)
+
+        # A span of a step of another size, from before a resume, may begin within the window, which then ends there.
+        offsets = [start - window.epoch * self.epoch_length for start, _ in self.skipped_spans]
+        stop = min([window.stop, *(offset for offset in offsets if offset > window.start)])
+        return Window(window.epoch, window.start, stop)
+
+    def _behind_skipped(self, position: int) -> int:
+        """Return the first position from here on that is in no skipped span."""
         # Spans are sorted, so one pass also leads out of spans that follow each other.
         for start, stop in self.skipped_spans:
             if start <= position < stop:
                 position = stop
 
-        window = next_window(position, self.epoch_length, self.options.global_batch, self.options.tail)
-        if not self.skipped_spans:
-            return window
-
-        # With `tail=drop` the window may begin in the next epoch, in a skipped span there.
-        begin = self.end_position(window) - window.size
-        if any(start <= begin < stop for start, stop in self.skipped_spans):
-            return self.window(begin)
-
-        # After a resume with a different batch size, a window may reach into a skipped span.
-        for start, _ in self.skipped_spans:
-            offset = start - window.epoch * self.epoch_length
-            if window.start < offset < window.stop:
-                window = Window(window.epoch, window.start, offset)
-
-        return window
+        return position
 
     def end_position(self, window: Window) -> int:
         """Return the position behind a window, counted over all epochs."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.changes import Change
-from lockstep.data.map_source import MapSource
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.progress import StepProgress
@@ -48,7 +47,7 @@ class Exactness(StepPart):
 
     def begin(self, source: BatchSource, plan: Plan, changed_settings: list[Change]) -> str:
         """Check the source and return a line for the banner, which names what has changed since the checkpoint."""
-        if not isinstance(source, MapSource):
+        if source.step_order is None:
             raise UserError(
                 f"exact=true cannot be used with data from a {type(source).__name__}",
                 "which samples make up a micro-batch would depend on the number of ranks",

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.map_source import MapSource
 from lockstep.data.windows import StepOrder, rank_counts, rank_range
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
@@ -86,7 +85,7 @@ def balance_load(
         return
 
     # Ranks will run different numbers of micro-batches.
-    if not isinstance(source, MapSource):
+    if source.step_order is None:
         raise UserError(
             f"load_balance cannot be used with data from a {type(source).__name__}",
             "every rank reads its own samples of a stream, or of a custom source",

@@ -162,8 +162,8 @@ class OwnStep:
                 f"add a pass over the batches: run.steps(dataset, passes={self._passes + 1})",
             )
 
-        # On a GPU the host may not have read the result of the previous update yet.
-        self._run.requests.accept_early()
+        # On a GPU the outcome of the previous update may be pending.
+        self._run.requests.accept_pending(note_source=False)
         assert self._reduced is not None, "`_check_pass` has seen the last backward"
         self.result = self._run.stepper.measure(self._progress, self._reduced.drop_missing())
         self._end_pass()
@@ -186,7 +186,7 @@ class OwnStep:
         """Begin a pass: its sums start at 0, and all gradients are cleared."""
         self._yielded = 0
         self._reduced = None
-        self._progress = self._run.stepper.begin_pass(self._batches, self.passes_done, self._passes)
+        self._progress = self._run.stepper.new_progress(self._batches, self.passes_done, self._passes)
         self._gradients.forget()
         self._driver.begin_pass()
 

@@ -3,6 +3,15 @@
 A rank requests something by setting a flag. The flags of all ranks are summed with the gradients of the next step, so
 every rank receives a request with the result of the same step. A rank acts on what was received, never on a request of
 its own: the ranks then do the same after the same step.
+
+Where the device decides about updates, on a GPU, the outcome of a step is *pending* until the host has read it:
+
+    step n      computes, and its outcome is pending
+    step n + 1  computes, meanwhile reads the outcome of step n, and reports it: to the source, the hooks and the log
+    in between  a save, an evaluation or the last log line may need it: `accept_pending` reads it, and if step n + 1
+                follows, it still reports it to the hooks and the log
+
+Elsewhere every step reads and reports its own outcome, and nothing is ever pending.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ from typing import Any
 
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.engine.step import Stepper
+from lockstep.observe.metrics import MetricNames
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import BatchSource, StepResult
 
@@ -23,6 +33,7 @@ class Requests:
     stepper: Stepper
     checkpoints: CheckpointManager
     source: BatchSource
+    metric_names: MetricNames
     collectives: Collectives
     total_steps: int
     steps_changed: bool = False  # whether the user has set another number of steps than the resumed run had
@@ -40,7 +51,7 @@ class Requests:
     save_requested: bool = False
     stop_requested: str | None = None  # the reason, "" if none was given
 
-    _unreported: StepResult | None = None  # see `take_unreported`
+    _unreported: StepResult | None = None  # read by `accept_pending`, for the next step to report
 
     @property
     def is_stopping(self) -> bool:
@@ -61,33 +72,33 @@ class Requests:
         self.evaluate_agreed |= flags.evaluate > 0
 
         if flags.new_metrics > 0:
-            self.stepper.context.metric_names.announce()
+            self.metric_names.announce()
 
         # All ranks abort the save in the same step, because they read the same control word.
         if flags.save_failed:
             self.checkpoints.pending.abort_if_failed()
 
-    def accept_last(self) -> StepResult | None:
-        """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""
-        last = self.accept_early()
+    def accept_pending(self, note_source: bool = True) -> StepResult | None:
+        """Wait for the outcome that is pending, if there is one, accept its flags, and return the result.
 
-        # The source has advanced past the step without it, and may be saved now.
-        if last is not None:
-            self.source.note_result(last)
+        `note_source`: pass it to the source, which has advanced past its step without it and may be saved now. In the
+        middle of a step a source gets no results.
+        """
+        result = self.stepper.wait_for_outcome()
+        if result is None:
+            return None
 
-        return last
+        self.accept(result)
+        self._unreported = result
+        if note_source:
+            self.source.note_result(result)
 
-    def accept_early(self) -> StepResult | None:
-        """Do the same in the middle of a step, when the source is not told of results."""
-        last = self.stepper.wait_for_outcome()
-        self.accept(last)
-        self._unreported = last or self._unreported
-        return last
-
-    def take_unreported(self) -> StepResult | None:
-        """Return a result that was read before its turn, once: the next step is to report it, and has no other."""
-        result, self._unreported = self._unreported, None
         return result
+
+    def to_report(self, result: StepResult | None) -> StepResult | None:
+        """Return the result for a step to report: `result`, its own, or one that `accept_pending` has read."""
+        unreported, self._unreported = self._unreported, None
+        return unreported or result
 
     # ---- a save, an evaluation ----
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.config import RunConfig
-from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.start import as_checked
 from lockstep.engine.clock import RunClock
@@ -89,10 +87,6 @@ class Run:
         """The number of steps so far, including skipped ones."""
         return self.stepper.counters.steps_done
 
-    def reading_here(self) -> AbstractContextManager[None]:
-        """Return a context for reading samples in this process, though worker processes may read the same dataset."""
-        return self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
-
     # ---- before the first step ----
 
     def check_start(self, task: Any = None) -> None:
@@ -116,8 +110,9 @@ class Run:
         """
         self.log.interval.restart_clock()
         self.trained_model.guard.late_hooks.check()
+        self.stepper.look_for_hooks()
         is_first = True
-        follows_batches = bool(self.hooks.named("before_batch"))
+        has_before_batch = bool(self.hooks.named("before_batch"))
 
         while (steps_left := self.plan.steps - self.steps_done) > 0 and not self.requests.stop_agreed:
             self.trained_model.guard.check()
@@ -130,19 +125,11 @@ class Run:
             is_first = False
 
             micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
-            if follows_batches:
+            if has_before_batch:
                 micro_batches = self.hooks.around_batches(micro_batches)
 
-            # A copy: the object belongs to the source, which may give it again. `dataclasses.replace` is slow.
-            yield StepBatches(
-                batches.num_micro_batches,
-                micro_batches,
-                batches.global_num_samples,
-                batches.global_num_micro_batches,
-                batches.exhausted,
-                self.steps_done,
-                batches.span,
-            )
+            # A copy: the object belongs to the source, which may give it again.
+            yield batches.with_micro_batches(micro_batches, self.steps_done)
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.
@@ -177,7 +164,9 @@ class Run:
             interval.micro_batches += 1
 
             # From now on a signal takes effect after the step, with a save.
-            self.runtime.notice.waits = True
+            if not self.runtime.notice.waits:
+                self.runtime.notice.defer_to_step_end()
+
             yield micro
 
         # Without an error the rest would count as trained.
@@ -189,8 +178,8 @@ class Run:
     def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
         """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
-        `result` is what the step has returned. On a GPU it may be the result of the previous step, or None if that was
-        read before. Return the newest result that no step has reported.
+        `result` is what the step has returned: its own, or on a GPU that of the previous step, or None if that was read
+        in between. Return the result that this step reports (see `engine/requests.py`).
         """
         for part in self.driver.parts:
             part.end_step(self.stepper.progress)
@@ -198,8 +187,15 @@ class Run:
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
 
+        # What ranks ask of each other. Only the last step waits for its own result.
         steps_done = self.steps_done
-        result = self._accept(batches, result, steps_done)
+        self.requests.accept(result)
+        is_last = steps_done == self.plan.steps or self.requests.stop_agreed
+        if is_last:
+            self.requests.accept_pending()
+
+        result = self.requests.to_report(result)
+        self.log.end_step(batches.global_num_samples, result, is_last)
 
         # Iterating over all modules is too slow for every step.
         if steps_done % self.config.checks.every == 0:
@@ -208,7 +204,7 @@ class Run:
         self._request_what_is_due()
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
-        if self._follows_steps:
+        if self._has_after_step:
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
@@ -220,22 +216,10 @@ class Run:
 
         return result
 
-    def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
-        """Accept the requests in a step's control word and count the step in the log. Return the result to report."""
-        self.requests.accept(result)
-
-        # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
-        is_last = steps_done == self.plan.steps or self.requests.stop_agreed
-        if is_last:
-            self.requests.accept_last()
-
-        result = self.requests.take_unreported() or result
-        self.log.end_step(batches.global_num_samples, result, is_last)
-        return result
-
     def _request_what_is_due(self) -> None:
         """Put requests that this rank's clock makes due, and a failed save, into the next control word."""
-        # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
+        # Any rank may fail to write, or receive a signal that asks for a save. Only rank 0's clock decides
+        # when a save is due.
         save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.wants_save() or self.runtime.notice.asks_for_save()
         evaluate = False
@@ -252,7 +236,7 @@ class Run:
         self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
 
     @cached_property
-    def _follows_steps(self) -> bool:
+    def _has_after_step(self) -> bool:
         """Whether the user's code is called after every step."""
         return bool(self.hooks.named("after_step"))
 
@@ -272,7 +256,7 @@ class Run:
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
-            self.requests.accept_last()
+            self.requests.accept_pending()
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
 
@@ -362,7 +346,7 @@ class Run:
         # Not the micro-batch of the plan: the results must not depend on the number of ranks.
         batch = evaluation_batch(self.config, self.plan.global_batch)
         with (
-            self.reading_here(),
+            self.source.reading_here(),
             trained.evaluation_weights(),
             trained.averaged_weights(),
             self.gathering.whole_batches(),

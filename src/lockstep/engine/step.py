@@ -3,12 +3,12 @@
 One exception: where the host reads the outcome late (see the end of this text), ranks that are in different steps are
 noticed only after the update, and the run then ends.
 
-    progress = self.begin_pass(batches)                                  sums and counts start at 0
+    progress = self.new_progress(batches)                                sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
     factor   = to_sum x clipping / (global weight x loss scale)          to_sum: ranks, if gradients are means; else 1
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
-A custom loop runs the micro-batches itself, between `begin_pass` and `apply`.
+A custom loop runs the micro-batches itself, between `new_progress` and `apply`.
 
 This module knows no strategy. It treats GPUs differently in one respect: if the optimizers can skip on the device, the
 device itself decides, and the host reads the outcome one step late.
@@ -82,10 +82,8 @@ class Stepper:
         self._interval = interval
         self._trained_parameters = trained_parameters
 
-        # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
-        # with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an optimizer cannot
-        # skip on the device.
-        self.reads_outcome_late = context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
+        # Whether the host reads the outcome one step late, see `look_for_hooks`.
+        self.reads_outcome_late = self._can_read_late()
 
         # Changed by every step.
         self.progress = StepProgress(
@@ -97,12 +95,15 @@ class Stepper:
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
         """Run a whole step. Return the newest known result: on a GPU it may be that of the previous step."""
-        progress = self.begin_pass(batches)
+        progress = self.new_progress(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, progress)
         return self.apply(progress, reduced)
 
-    def begin_pass(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
-        """Begin a step, or pass number `pass_index` of the `passes` that a custom loop makes over its batches."""
+    def new_progress(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
+        """Return the progress of a new step, now the current one.
+
+        A custom loop may make several `passes` over the batches of a step: then it is that of one pass.
+        """
         self.progress = StepProgress(self.context, batches, self.counters.steps_done, pass_index, passes)
         return self.progress
 
@@ -140,6 +141,20 @@ class Stepper:
 
         return self._apply_now(progress, reduced, norm)
 
+    def look_for_hooks(self) -> None:
+        """Follow hooks that were set on optimizers' steps since the set-up. Call it before the first step."""
+        assert self._pending is None, "look_for_hooks() before wait_for_outcome()"
+        self.update.look_for_hooks()
+        self.reads_outcome_late = self._can_read_late()
+
+    def _can_read_late(self) -> bool:
+        """Return whether the host can read the outcome of a step one step late, on a GPU, so that it never waits.
+
+        This is impossible with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an
+        optimizer cannot skip on the device.
+        """
+        return self.context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
+
     def set_flags(self, **flags: bool) -> None:
         """Set `Flags`, such as `stop` or `save`, in every control word from now on, until they are set to False."""
         self.context.flags |= flags
@@ -147,8 +162,11 @@ class Stepper:
     def measure(self, progress: StepProgress, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
         word, weight = self._wait_for_word(reduced)
-        to_mean = self._to_mean(reduced, weight)
-        grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
+        if word.weight:
+            to_mean = self._to_mean(reduced, weight)
+            grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
+        else:
+            to_mean = grad_norm = 0.0  # the gradient of no terms
 
         # No limit: a pass that applies nothing cannot be skipped as a spike.
         outcome = Outcome(progress, reduced, math.inf, word, grad_norm)
@@ -176,8 +194,12 @@ class Stepper:
         return self._conclude(outcome)
 
     def _apply_late(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult | None:
-        """Let the device decide whether the fused optimizers skip. Return the result of the previous step."""
-        # With weight 0 the norm is 0 x inf = nan, so the device skips.
+        """Let the device decide whether the fused optimizers skip. Return the result of the previous step.
+
+        The host queues the update of this step, reads the outcome of the previous one, and queues the copy of this
+        step's numbers, which become the pending outcome.
+        """
+        # Queue the update. With weight 0 the norm is 0 x inf = nan, so the device skips.
         weight = reduced.codec.weight(reduced.packed_word)
         grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
@@ -188,10 +210,10 @@ class Stepper:
         self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
         self._count_update(progress)  # optimistic: `wait_for_outcome` takes it back if the device skipped
 
-        # Read the previous outcome only now, while the device is busy with this step.
+        # Read the previous outcome: only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
 
-        # Copy the numbers behind the kernels of this step. The event tells when they have arrived.
+        # Queue the copy of the numbers, behind the kernels of this step. The event tells when they have arrived.
         row = torch.cat([grad_norm.reshape(1), reduced.packed_word.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -199,9 +221,9 @@ class Stepper:
         return previous
 
     @property
-    def awaits_outcome(self) -> bool:
-        """True if the host has not read the outcome of the last step yet, so that the interval lacks its losses."""
-        return self._pending is not None
+    def pending_steps(self) -> int:
+        """The number of steps whose outcome the host has not read yet, 0 or 1: the interval lacks their losses."""
+        return int(self._pending is not None)
 
     def wait_for_outcome(self) -> StepResult | None:
         """Wait for the result of the last step and return it, or None if the host has read it already."""

@@ -1,7 +1,7 @@
 """Sums and weights of the loss and the metrics since the last log line. They stay on the device until they are read.
 
 `ExactSums` rounds only the final result: every float is an integer multiple of 2^-1074, and a sum of integers does not
-depend on their order. The grid of `exact` for the control word (`on_grid` in `parallel/progress.py`) would round
+depend on their order. The grid of `exact` for the control word (`on_grid` in `parallel/loss_checks.py`) would round
 metrics too much.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
-from lockstep.task import Loss, Number, Weight
+from lockstep.task import Number, Weight
 
 # How many losses are collected before they are added up: the hot path only appends to a list.
 FOLD_AT = 128
@@ -190,23 +189,55 @@ class ExactSums(Sums):
         self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
 
 
+@dataclass
+class MetricNames:
+    """Names of metrics. The log shows a metric only when all ranks have its name."""
+
+    seen: set[str] = field(default_factory=set)  # names that this rank has metrics of
+    known: list[str] = field(default_factory=lambda: ["loss"])  # names that all ranks know, in the order of the log
+    unshared: set[str] = field(default_factory=set)  # names in `seen` that are not in `known`
+    new: bool = True  # some rank may have seen a name that is not in `known`
+
+    def see(self, names: Iterable[str]) -> None:
+        """Add names that this rank has metrics of. The next control word says so if they are new."""
+        self.seen.update(names)
+        self.unshared = self.seen.difference(self.known)
+
+    def announce(self) -> None:
+        """Note that some rank has seen new names: a control word says so, and all ranks have it."""
+        self.new = True
+
+    def agree(self, collectives: Collectives) -> None:
+        """Make all ranks know the metrics of each of them. Collective. They sum them in this order from now on."""
+        gathered = collectives.all_gather_json(sorted(self.seen.union(self.known)))
+        self.known = ["loss", *sorted({name for names in gathered for name in names} - {"loss"})]
+        self.unshared = set()
+        self.new = False
+
+    def restore(self, names: Iterable[str]) -> None:
+        """Make these, from a checkpoint, the names that all ranks know. They still have to exchange newer ones."""
+        self.known = list(names)
+        self.unshared = self.seen.difference(self.known)
+
+
 class Interval:
     """The time since the last line of metrics, with the sums and counts that the next line reports, on this rank.
 
     One object serves all lines of a run. The loop counts steps and samples in it, and the step adds its losses.
 
-    On a GPU the host learns the outcome of a step one step late. A line then lacks the losses of its last step, which
-    the next line has instead.
+    On a GPU the outcome of the last step may be pending (`engine/requests.py`): a line then lacks the losses of that
+    step, which the next line has instead.
     """
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: Sums, metric_names: MetricNames) -> None:
         self.sums = sums  # sums of the losses and metrics of applied steps
+        self.metric_names = metric_names
         self._begin(time.perf_counter())
 
-    def _begin(self, now: float, late_steps: int = 0) -> None:
-        """Begin to count anew. The sums will get the losses of `late_steps` steps of the interval before."""
+    def _begin(self, now: float, pending_steps: int = 0) -> None:
+        """Begin to count anew. `pending_steps` of the interval before will add their losses to this one's sums."""
         self._began = now  # `exclude` moves it on
-        self._late_steps = late_steps
+        self._steps_from_before = pending_steps
         self._weight_before_resume = 0.0
 
         self.steps = 0
@@ -230,22 +261,22 @@ class Interval:
         """Exclude time that was spent on something other than training."""
         self._began += seconds
 
-    def end(self, unread: int) -> EndedInterval:
+    def end(self, pending_steps: int) -> EndedInterval:
         """End the interval, whose sums were taken, and begin the next one. Return the counts for the line.
 
-        The losses of the last `unread` steps are not in the sums yet, because their outcome is on the device.
+        The losses of its last `pending_steps` steps come to the next interval.
         """
         now = time.perf_counter()
         ended = EndedInterval(
             steps=self.steps,
-            steps_in_sums=self.steps + self._late_steps - unread,
+            steps_in_sums=self._steps_from_before + self.steps - pending_steps,
             samples=self.samples,
             skipped=self.skipped,
             seconds=now - self._began,
             data_wait_s=self.data_wait_s,
             weight_before_resume=self._weight_before_resume,
         )
-        self._begin(now, late_steps=unread)
+        self._begin(now, pending_steps=pending_steps)
         return ended
 
     # ---- checkpoints ----
@@ -276,7 +307,7 @@ class EndedInterval:
     """The counts and times of an interval that has ended."""
 
     steps: int
-    steps_in_sums: int  # whose losses the line has
+    steps_in_sums: int  # the steps whose losses the line has: one more or less than `steps` if one was pending
     samples: int
     skipped: int
     seconds: float
@@ -288,41 +319,14 @@ class EndedInterval:
         return self.seconds / self.steps
 
 
-def check_metric_name(name: str) -> None:
-    """Raise if the name is one of the loss, which the metric would overwrite in the log."""
-    if name in LOSS_NAMES:
-        raise UserError(
-            f"a metric is named {name!r}, which is the name of the loss itself", "", "give the metric another name"
-        )
-
-
-def metric_terms(loss: Loss) -> Iterator[Term]:
-    """Yield each metric, detached. A metric without a weight has the weight of the loss."""
-    for name, value in loss.metrics.items():
-        check_metric_name(name)
-
-        # A pair is (sum, weight); a single number takes the weight of the loss.
-        total, weight = value if isinstance(value, tuple) else (value, loss.weight)
-        for number in (total, weight):
-            if isinstance(number, Tensor) and number.numel() != 1:
-                raise UserError(
-                    f"the metric {name!r} must be one number, the SUM over the micro-batch; it has the shape "
-                    f"{tuple(number.shape)}",
-                    "",
-                    f"return its sum: metrics={{{name!r}: values.sum()}}",
-                )
-
-        yield name, detached(total), detached(weight)
-
-
 def detached(number: Number) -> Number:
     """Return a number without its graph, which would keep the activations of its step alive until the log line."""
     return number.detach() if isinstance(number, Tensor) else number
 
 
-def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
+def quotients(names: list[str], sums: list[float]) -> dict[str, float]:
     """Return sum / weight of every name: log lines and evaluations divide only here. Names of weight 0 are left out."""
-    pairs = zip(names, packed[0::2], packed[1::2], strict=True)
+    pairs = zip(names, sums[0::2], sums[1::2], strict=True)
     return {name: total / weight for name, total, weight in pairs if weight}
 
 

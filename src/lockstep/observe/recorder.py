@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from lockstep.observe.metrics import EndedInterval, Interval, Sums, exact_from_t
 from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.run_folder.names import LOGS
 from lockstep.runtime.context import Runtime
+
+
+@dataclass(frozen=True)
+class PendingLine:
+    """A line of metrics whose numbers are still on their way from the device."""
+
+    arrived: Callable[[], bool]
+    make: Callable[[], dict[str, Any]]  # returns the line, once they have arrived
 
 
 class Recorder:
@@ -55,8 +64,7 @@ class Recorder:
         self._displays: list[Display] = []
         self._early: list[dict[str, Any]] = []  # events from before there was a display
 
-        # Lines of metrics whose numbers are still on their way from the device: (has it arrived?, make the line).
-        self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
+        self._lines: list[PendingLine] = []  # oldest first
 
         self._process = psutil.Process()
 
@@ -84,25 +92,27 @@ class Recorder:
 
     # ---- metrics ----
 
-    def end_interval(self, interval: Interval, unread: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
+    def end_interval(
+        self, interval: Interval, pending_steps: int, names: Sequence[str], numbers: dict[str, Any]
+    ) -> None:
         """End an interval: reduce its sums over ranks, and write its line once they have arrived. Collective.
 
-        unread: the number of its steps whose losses are not in its sums yet
+        pending_steps: the number of its last steps whose losses are not in its sums yet
         names: the metrics of the line, the same on all ranks
         numbers: the numbers that are equal on all ranks: step, learning rate, norm, epoch, loss scale
         """
         # One all-reduce carries both the sums and the times of all ranks.
         names = list(names)
-        packed = self.runtime.collectives.all_reduce_(
+        sums = self.runtime.collectives.all_reduce_(
             torch.cat([interval.sums.take(names, self.runtime.device), self._times(interval)])
         )
 
-        ended = interval.end(unread)
+        ended = interval.end(pending_steps)
         known = self._known_numbers(ended, numbers)
 
         # The other ranks were needed for the all-reduce, but have no line to write.
         if self._jsonl is not None:
-            self._queue_line(names, packed, ended, known)
+            self._queue_line(names, sums, ended, known)
             self.poll()
 
     def _known_numbers(self, ended: EndedInterval, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -117,17 +127,17 @@ class Recorder:
             "samples_per_s": ended.samples / ended.seconds,
         }
 
-    def _queue_line(self, names: list[str], packed: torch.Tensor, ended: EndedInterval, known: dict[str, Any]) -> None:
+    def _queue_line(self, names: list[str], sums: torch.Tensor, ended: EndedInterval, known: dict[str, Any]) -> None:
         """Copy the reduced sums to the host, where `poll` makes the line of them."""
         # Training continues during the copy, and the next interval may end before this line is written.
-        host = packed.to("cpu", non_blocking=True)
+        host = sums.to("cpu", non_blocking=True)
 
         def make_line() -> dict[str, Any]:
             values = host.tolist()
             self._report_waiting(values[2 * len(names) :], known["step"])
             return _metrics_line(names, values, ended, known)
 
-        self._pending.append((_arrival(self.runtime.on_gpu), make_line))
+        self._lines.append(PendingLine(_arrival(self.runtime.on_gpu), make_line))
 
     def _memory_bytes(self) -> int:
         if self.runtime.on_gpu:
@@ -137,14 +147,13 @@ class Recorder:
 
     def poll(self, wait: bool = False) -> None:
         """Write the lines whose numbers have arrived from the device, or, with `wait`, all lines."""
-        while self._pending and (wait or self._pending[0][0]()):
+        while self._lines and (wait or self._lines[0].arrived()):
             # Host-device synchronisation: at the end of a run and before a save, which waits for the device anyway.
             if wait and self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
 
             # Lines are written in the order of their steps.
-            _, make_line = self._pending.pop(0)
-            self.last = make_line()
+            self.last = self._lines.pop(0).make()
             self._write(self.last)
 
             for display in self._displays:
@@ -256,13 +265,13 @@ def _arrival(on_gpu: bool) -> Callable[[], bool]:
     return event.query
 
 
-def _metrics_line(names: list[str], packed: list[float], ended: EndedInterval, known: dict[str, Any]) -> dict[str, Any]:
+def _metrics_line(names: list[str], sums: list[float], ended: EndedInterval, known: dict[str, Any]) -> dict[str, Any]:
     """Return a line of metrics, with the numbers that were `known` when the interval ended.
 
-    `packed` holds (sum, weight) of every name, followed by the figures of the ranks.
+    `sums` holds (sum, weight) of every name, followed by the figures of the ranks.
     """
-    means = quotients(names, packed[: 2 * len(names)])
-    weight = packed[2 * names.index("loss") + 1]
+    means = quotients(names, sums[: 2 * len(names)])
+    weight = sums[2 * names.index("loss") + 1]
 
     # With no weight, the loss is NaN if steps were skipped, so that the skip is visible. Otherwise it is None: all
     # steps had weight 0, or none is known yet (a GPU's results come a step late).

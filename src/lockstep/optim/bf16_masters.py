@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.optim.capabilities import is_known
-from lockstep.optim.optimizers import GroupPart, restricted_to
+from lockstep.optim.groups import GroupPart, restricted_to
 from lockstep.runtime.seeds import derive
 from lockstep.runtime.shards import by_mesh, dtensor_like, shard_of, to_local
 

@@ -1,16 +1,17 @@
 """What an optimizer can do, and which ones are refused.
 
-The traits of its class, the attributes that it sets for us, and its hooks tell.
+Decided by the class's traits, the attributes a user sets, and its hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
 
 from lockstep.errors import UserError
 from lockstep.optim.registry import TRAITS, OptimizerTraits
@@ -97,13 +98,7 @@ def _path_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}:{type(optimizer).__qualname__}"
 
 
-def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "post")) -> str | None:
-    """Return the name of the first step hook's registration method, or None."""
-    hooked = [kind for kind in kinds if vars(optimizer).get(f"_optimizer_step_{kind}_hooks")]
-    return f"register_step_{hooked[0]}_hook" if hooked else None
-
-
-def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
+def needs_full_parameters(optimizer: torch.optim.Optimizer, hooks: StepHooks) -> bool:
     """Return whether an optimizer must step full parameters. False: it updates every element independently.
 
     No probe could prove that shards are enough: some optimizers treat only large matrices differently, or only after
@@ -112,12 +107,9 @@ def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
     # An optimizer that needs full parameters is stepped once for each, so a hook on its step would be called too often.
     # Others get shards as plain tensors: a hook that clips would use the norm of this rank's shards.
     needs_full = not traits_of(optimizer).elementwise
-    hook = step_hook(optimizer) if needs_full else step_hook(optimizer, ("pre",))
-    if hook:
-        problem = "needs full parameters" if needs_full else "would see only the shards of one rank"
-        reason = f"it has a hook on its step ({hook}), and {problem}"
-        raise cannot_step(optimizer, "parameters are sharded", reason, f"{HOOK_FIX}; or set strategy=ddp")
-
+    reason = "and needs full parameters" if needs_full else "which would see only the shards of one rank"
+    kinds = ("pre", "post") if needs_full else ("pre",)
+    hooks.refuse(optimizer, "parameters are sharded", reason, f"{HOOK_FIX}; or set strategy=ddp", kinds)
     if not needs_full:
         return False
 
@@ -131,6 +123,74 @@ def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
         raise cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
 
     return True
+
+
+# ---- hooks on the step ----
+
+
+# torch's private tables of the hooks on the steps of all optimizers, by kind (torch 2.11 to 2.13).
+# `tests/unit/optim/test_step_hooks.py` fails when torch changes them.
+HOOKS_OF_ALL: dict[str, Mapping[int, Any]] = {
+    "pre": torch_optimizer._global_optimizer_pre_hooks,
+    "post": torch_optimizer._global_optimizer_post_hooks,
+}
+
+
+def hooks_of(optimizer: torch.optim.Optimizer, kind: str) -> Mapping[int, Any]:
+    """Return torch's table of the optimizer's own hooks: those before its step ("pre"), or after it ("post")."""
+    return vars(optimizer).get(f"_optimizer_step_{kind}_hooks", {})
+
+
+def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "post")) -> str | None:
+    """Return the name of the function that has registered the first of the user's hooks on a step, or None.
+
+    A hook of all optimizers counts as well.
+    """
+    for kind in kinds:
+        if any(map(_is_users, hooks_of(optimizer, kind).values())):
+            return f"register_step_{kind}_hook"
+
+        if any(map(_is_users, HOOKS_OF_ALL[kind].values())):
+            return f"register_optimizer_step_{kind}_hook"
+
+    return None
+
+
+def _is_users(hook: Any) -> bool:
+    """Return whether a hook is the user's: torch's profiler has one, and so has `Optimizers.refuse_direct_steps`."""
+    module = getattr(hook, "__module__", None) or ""
+    return not module.startswith(("torch.", "lockstep.optim."))
+
+
+class StepHooks:
+    """The user's hooks on the steps of optimizers: which of them are refused, and whether there are new ones.
+
+    A step compares `live` with `seen` itself, which costs no call, and looks again if they differ.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self._optimizers = optimizers
+        self._rules: list[tuple[Any, Sequence[str], str, str, str]] = []  # the arguments of `refuse`
+
+        own = [hooks_of(optimizer, kind) for optimizer in optimizers for kind in ("pre", "post")]
+        self.live = [*HOOKS_OF_ALL.values(), *own]  # torch's own tables
+        self.seen: list[Mapping[int, Any]] = []  # their contents at the last look
+
+    def refuse(
+        self, optimizer: Any, problem: str, reason: str, fix: str, kinds: Sequence[str] = ("pre", "post")
+    ) -> None:
+        """Refuse hooks of these kinds on the step of an optimizer: those that it has by now, and later ones."""
+        self._rules.append((optimizer, kinds, problem, reason, fix))
+        self.look()
+
+    def look(self) -> bool:
+        """Raise if a hook is refused. Return whether one before a step must find gradients at their true size."""
+        self.seen = [dict(table) for table in self.live]
+        for optimizer, kinds, problem, reason, fix in self._rules:
+            if hook := step_hook(optimizer, kinds):
+                raise cannot_step(optimizer, problem, f"it has a hook on its step ({hook}), {reason}", fix)
+
+        return any(step_hook(optimizer, ("pre",)) for optimizer in self._optimizers)
 
 
 def cannot_step(optimizer: Any, problem: str, reason: object, fix: str) -> UserError:

@@ -1,22 +1,24 @@
 """Parameter groups by the names of parameters (`optim.groups`): another rate or weight decay for some of them.
 
-The patterns of `optim.groups` are matched with full names of parameters, before they are sharded, so the groups do not
-depend on the strategy. A pattern that matches nothing is an error.
+The patterns are matched with full names of parameters, before they are sharded, so the groups do not depend on the
+strategy. A pattern that matches nothing is an error. `restricted_to` is about any group, in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.value_types import GROUP_KEYS
 from lockstep.errors import UserError, plural, some_names
 
 Rule = Mapping[str, Any]
+GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
 
 
 def apply_groups(rules: Sequence[Rule], optimizers: list[torch.optim.Optimizer], model: nn.Module) -> str | None:
@@ -113,3 +115,22 @@ def _describe(rule: Rule, count: int) -> str:
     """`*.bias (12 parameters): weight_decay 0`"""
     options = [f"{'lr x' if key == 'lr_scale' else key} {value}" for key, value in rule.items() if key != "match"]
     return f"{rule['match']} ({plural(count, 'parameter')}): {', '.join(options)}"
+
+
+@contextmanager
+def restricted_to(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
+    """Let the optimizer see only these parts of its groups inside the `with` block.
+
+    Each part becomes a parameter group with the settings of the group that it comes from.
+    """
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
+    try:
+        yield
+    finally:
+        used_groups = optimizer.param_groups
+        optimizer.param_groups = groups
+
+    # Some optimizers store numbers in their groups, which must be kept.
+    for (group, _), used in zip(parts, used_groups, strict=True):
+        group.update({key: value for key, value in used.items() if key != "params"})

@@ -9,8 +9,7 @@ silently: a parameter that no optimizer updates, or that two of them update. Not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from lockstep.optim.capabilities import (
     DIVIDES_AND_SKIPS_ATTRIBUTE,
     DTENSOR_ATTRIBUTE,
     HOOK_FIX,
+    StepHooks,
     can_step_as_is,
     cannot_step,
     check_coverage,
@@ -31,7 +31,9 @@ from lockstep.optim.capabilities import (
     step_hook,
     traits_of,
 )
+from lockstep.optim.groups import restricted_to
 from lockstep.optim.registry import OptimizerTraits
+from lockstep.optim.schedule import group_added
 from lockstep.optim.unknown.probe import ProbeFailed, check_independent
 from lockstep.optim.unknown.stand_ins import step_with_stand_ins
 from lockstep.runtime.shards import by_mesh, to_local
@@ -44,8 +46,6 @@ MIN_PARAMETER_NORM = 1e-3  # of adaptive clipping: parameters of zero can still 
 
 # Returns the norm of each full tensor, even if this rank holds only a shard of it.
 Norms = Callable[[list[Tensor]], list[Tensor]]
-
-GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
 
 
 # ---- the update ----
@@ -69,12 +69,19 @@ class Update:
         self._norms = norms
         self._divisor = torch.ones((), device=device)  # the inverse of a step's factor
         self._clips_elements = clip.value is not None or clip.adaptive is not None
+        self._hooks = optimizers.hooks
+        self.look_for_hooks()
+
+    def look_for_hooks(self) -> None:
+        """Choose how to apply the factor, by the hooks that optimizers have on their steps by now."""
+        optimizers = self._optimizers
+        optimizers.look_for_hooks()
 
         # Fused optimizers can apply the factor inside their kernel. They need full gradients (or float32 masters, which
         # get copies), and no elementwise clipping, which needs gradients that are already divided.
-        full_gradients = replicated or optimizers.masters is not None
+        full_gradients = self._replicated or optimizers.masters is not None
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
-        self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
+        self.skips_on_device = self._replicated and self._fused and optimizers.skips_on_device
 
     def before_next_update(self, wait: Callable[[], None]) -> None:
         """Call `wait` once, before the next update: a save may still be copying the optimizers' state."""
@@ -104,6 +111,9 @@ class Update:
         optimizers to step.
         """
         self.wait_for_copy()
+        if self._hooks.live != self._hooks.seen:
+            self.look_for_hooks()
+
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(update_count, indices, self._divisor.fill_(1.0 / factor))
@@ -120,12 +130,25 @@ class Update:
     def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
         self.wait_for_copy()
+        if self._hooks.live != self._hooks.seen:
+            self.look_for_hooks()
+            if not self.skips_on_device:
+                raise UserError(
+                    "a hook was set on the step of an optimizer during the loop",
+                    "on this GPU the optimizer divides the gradients itself, so the hook would find sums",
+                    f"set it before the loop, where Lockstep notices it; or {HOOK_FIX}",
+                    cause="hook",
+                )
+
         self._optimizers.step(update_count, indices, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
-        """Multiply the gradients in place by a factor, and return them."""
+        """Multiply the gradients in place by a factor, and return them. A factor of 0 makes every number 0."""
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
-        torch._foreach_mul_(grads if self._replicated else [to_local(grad) for grad in grads], factor)
+        local = grads if self._replicated else [to_local(grad) for grad in grads]
+
+        # 0 times nan, the mean of no terms, would be nan.
+        torch._foreach_mul_(local, factor) if factor else torch._foreach_zero_(local)
         return grads
 
 
@@ -150,8 +173,8 @@ class Optimizers:
     """One or several torch optimizers that together update every trainable parameter of the model.
 
     They come from the user and are not changed, apart from their groups. What the engine must know about them is found
-    out once, here: whether their kernels can divide gradients or skip a step on the device, and which need full
-    parameters.
+    out here: whether their kernels can divide gradients or skip a step on the device, and which need full parameters.
+    Only hooks on their steps may come later (`look_for_hooks`).
     """
 
     sharded = False  # whether each rank holds the state of only some parameters
@@ -166,6 +189,7 @@ class Optimizers:
 
         # The model's parameters, by optimizer and group. ZeRO-1 and master weights change `group["params"]` itself.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
+        self.hooks = StepHooks(self.all)
 
         # Whether every optimizer can apply grad_scale inside its fused kernel. That divisor is float32, so gradients of
         # float64 parameters are divided before the step instead.
@@ -180,7 +204,9 @@ class Optimizers:
 
         # Optimizers that step stand-ins, by id: True for full parameters, False for shards.
         self._stand_ins = {
-            id(optimizer): needs_full_parameters(optimizer) for optimizer in self.all if not can_step_as_is(optimizer)
+            id(optimizer): needs_full_parameters(optimizer, self.hooks)
+            for optimizer in self.all
+            if not can_step_as_is(optimizer)
         }
         self._updating = False
         self._hooks: list[Any] = []
@@ -214,39 +240,54 @@ class Optimizers:
 
     def refuse_coupled(self, owner: str) -> None:
         """Refuse optimizers whose update of one parameter depends on others: `owner` steps only some of them."""
-        for optimizer in self.all:
-            # An optimizer without trainable parameters may update something that has no gradient.
-            has_trainable = any(p.requires_grad for p in _parameters_of(optimizer))
-            if has_trainable and (hook := step_hook(optimizer)):
-                reason = f"its hook on a step ({hook}) would see only these gradients, and no updates of other ranks"
-                raise cannot_step(
-                    optimizer, f"{owner} steps only some of the parameters", reason, f"{HOOK_FIX}; or set strategy=ddp"
-                )
-
-            if has_trainable and not is_trusted(optimizer):
+        problem = f"{owner} steps only some of the parameters"
+        reason = "which would see only these gradients, and no updates of other ranks"
+        stepped = [optimizer for optimizer in self.all if _has_trainable(optimizer)]
+        for optimizer in stepped:
+            self.hooks.refuse(optimizer, problem, reason, f"{HOOK_FIX}; or set strategy=ddp")
+            if not is_trusted(optimizer):
                 try:
                     check_independent(optimizer)
-                except ProbeFailed as reason:
+                except ProbeFailed as failed:
                     fix = (
                         "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
                         f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
                     )
-                    raise cannot_step(optimizer, f"{owner} steps only some of the parameters", reason, fix) from reason
+                    raise cannot_step(optimizer, problem, failed, fix) from failed
+
+    def look_for_hooks(self) -> None:
+        """Refuse hooks on a step that would see too little; the others find gradients at their true size.
+
+        Hooks of torch, such as its profiler's, do not count. A step looks again when hooks were set or removed.
+        """
+        # A kernel divides, and skips, after the hook. Master weights are divided when they get their gradients.
+        if self.hooks.look():
+            self.divides_gradients = self.masters is not None
+            self.skips_on_device = False
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers hold on this rank."""
         return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
+
+    def check_groups(self, model: nn.Module) -> None:
+        """Raise if the optimizers have got other parameters since they were wrapped: nothing would reduce these."""
+        for optimizer, groups in zip(self.all, self.groups, strict=True):
+            if len(optimizer.param_groups) != len(groups):
+                raise group_added()
+
+        # With ZeRO-1 an optimizer holds this rank's parameters, and with master weights copies.
+        if not self.sharded and self.masters is None:
+            check_coverage(self.parameters(), model)
 
     def use_masters(self, masters: MasterWeights) -> None:
         """Update parameters through `masters`, which divide the gradients when they convert them to float32.
 
         The masters step a few parameters at a time, so optimizers with a hook on their step are refused.
         """
-        for optimizer in self.all:
-            if (hook := step_hook(optimizer)) and any(p.requires_grad for p in _parameters_of(optimizer)):
-                reason = f"its hook on a step ({hook}) would be called for some parameters at a time, as float32 copies"
-                fix = f"{HOOK_FIX}; or set precision=bf16, which stores parameters in float32"
-                raise cannot_step(optimizer, "parameters are stored in bfloat16", reason, fix)
+        reason = "which would be called for some parameters at a time, as float32 copies"
+        fix = f"{HOOK_FIX}; or set precision=bf16, which stores parameters in float32"
+        for optimizer in filter(_has_trainable, self.all):
+            self.hooks.refuse(optimizer, "parameters are stored in bfloat16", reason, fix)
 
         if self._switching:
             reason = "it gives the model other weights to train with than to evaluate, and float32 copies have neither"
@@ -322,15 +363,12 @@ class Optimizers:
     def _all_fused(self, can: Callable[[OptimizerTraits], bool]) -> bool:
         """Return whether every optimizer is a fused one that `can` do it, or declares that it divides and skips.
 
-        One with a hook on its step is not: the hook must find gradients at their true size.
+        One with a hook before its step is not: the hook would see gradients that are not divided yet.
         """
         for optimizer in self.all:
             is_fused = can(traits_of(optimizer)) and all(group.get("fused") for group in optimizer.param_groups)
-            if not (is_fused or getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)):
-                return False
-
-            # A hook before the step would see gradients that are not divided yet.
-            if step_hook(optimizer, ("pre",)):
+            declares = getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)
+            if not (is_fused or declares) or step_hook(optimizer, ("pre",)):
                 return False
 
         return True
@@ -345,25 +383,6 @@ class Optimizers:
             )
 
 
-@contextmanager
-def restricted_to(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
-    """Let the optimizer see only these parts of its groups inside the `with` block.
-
-    Each part becomes a parameter group with the settings of the group that it comes from.
-    """
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
-    try:
-        yield
-    finally:
-        used_groups = optimizer.param_groups
-        optimizer.param_groups = groups
-
-    # Some optimizers store numbers in their groups, which must be kept.
-    for (group, _), used in zip(parts, used_groups, strict=True):
-        group.update({key: value for key, value in used.items() if key != "params"})
-
-
 def as_list(optimizers: Any) -> list[Any]:
     return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
 
@@ -376,5 +395,6 @@ def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.P
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _has_trainable(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps anything: one without trainable parameters may update what has no gradient."""
+    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])

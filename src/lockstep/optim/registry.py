@@ -208,11 +208,13 @@ def build_optimizers(config: RunConfig, optimizers: Any, model: nn.Module | None
 
 def _check_replaceable(name: str, spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> None:
     """Refuse to replace an optimizer that does something which the other one would not do."""
-    from lockstep.optim.capabilities import HOOK_FIX, step_hook
+    from lockstep.optim.capabilities import HOOK_FIX, hooks_of
 
-    if hook := step_hook(optimizer):
+    kind = next((kind for kind in ("pre", "post") if hooks_of(optimizer, kind)), None)
+    if kind:
         raise UserError(
-            f"optimizer={name} replaces the task's {type(optimizer).__name__}, which has a hook on its step ({hook})",
+            f"optimizer={name} replaces the task's {type(optimizer).__name__}, which has a hook on its step "
+            f"(register_step_{kind}_hook)",
             "the hook would never be called",
             f"{HOOK_FIX}; or set optimizer={OWN}",
         )

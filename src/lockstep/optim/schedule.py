@@ -116,6 +116,9 @@ class LearningRate:
         if found == self._expected:
             return
 
+        if len(found) != len(self._expected):
+            raise group_added()
+
         for number, (group, rate, expected) in enumerate(zip(groups, found, self._expected, strict=True)):
             if rate != expected:
                 before = "" if isinstance(expected, tuple) else f"; Lockstep set {expected:.6g}"
@@ -153,6 +156,16 @@ class LearningRate:
 
     def release(self) -> None:
         """Allow the user to step the schedulers again."""
+
+
+def group_added() -> UserError:
+    """Return the error for a parameter group that was added to an optimizer after Lockstep had got it."""
+    return UserError(
+        "a parameter group was added to an optimizer after the model was wrapped",
+        "the gradients of its parameters would never be divided, cleared or reduced over ranks",
+        "call add_param_group before run.setup(...), or in optimizer(); to unfreeze parameters later, give them to the "
+        "optimizer at once and set first_steps",
+    )
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:

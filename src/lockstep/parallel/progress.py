@@ -7,62 +7,29 @@ A driver executes the model on each micro-batch. Everything else about the step 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
-from lockstep.observe.metrics import Term, metric_terms
+from lockstep.observe.metrics import MetricNames, Term
+from lockstep.parallel.loss_checks import (
+    LOSS_GRID,
+    WEIGHT_GRID,
+    check_representable,
+    check_total,
+    checked_weight,
+    metric_terms,
+    on_grid,
+)
 from lockstep.precision import DynamicScaler, Precision
-from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, Number, StepBatches, Weight
-
-# Exact mode rounds weights and losses to a grid, so that their sums do not depend on the order of the additions.
-# float64 sums of multiples of 1/grid are exact in any order, as long as they stay below 2^53 / grid. So the device can
-# sum control words. Log lines may hold numbers of any size, which `ExactSums` adds on the host.
-WEIGHT_GRID = 2.0**32  # grid for weights: their sum is exact below 2^21 per step
-LOSS_GRID = 2.0**20  # grid for losses in spike detection: their sum is exact below 2^33
-
-MAX_ROUNDING = 1e-6  # the largest relative change of a weight by rounding it to its grid
-
-
-@dataclass
-class MetricNames:
-    """Names of metrics. The log shows a metric only when all ranks have its name."""
-
-    seen: set[str] = field(default_factory=set)  # names that this rank has metrics of
-    known: list[str] = field(default_factory=lambda: ["loss"])  # names that all ranks know, in the order of the log
-    new: bool = True  # some rank may have seen a name that is not in `known`
-
-    def see(self, names: Iterable[str]) -> None:
-        """Add names that this rank has metrics of. The next control word says so if they are new."""
-        self.seen.update(names)
-
-    def announce(self) -> None:
-        """Note that some rank has seen new names: a control word says so, and all ranks have it."""
-        self.new = True
-
-    @property
-    def unshared(self) -> set[str]:
-        """The names that this rank has seen and others may not know."""
-        return self.seen.difference(self.known)
-
-    def agree(self, collectives: Collectives) -> None:
-        """Make all ranks know the metrics of each of them. Collective. They sum them in this order from now on."""
-        gathered = collectives.all_gather_json(sorted(self.seen.union(self.known)))
-        self.known = ["loss", *sorted({name for names in gathered for name in names} - {"loss"})]
-        self.new = False
-
-    def restore(self, names: Iterable[str]) -> None:
-        """Make these, from a checkpoint, the names that all ranks know. They still have to exchange newer ones."""
-        self.known = list(names)
 
 
 @dataclass
@@ -83,7 +50,7 @@ class StepContext:
 
     # What changes during the run.
     flags: dict[str, int] = field(default_factory=dict)  # `Flags` of every control word, by name
-    metric_names: MetricNames = field(default_factory=MetricNames)
+    metric_names: MetricNames = field(default_factory=MetricNames)  # those of the log's `Interval`
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,8 +124,13 @@ class StepProgress:
         context, micro = self._context, self.micro
         assert micro is not None
 
-        check_total(loss)
-        weight = _checked_weight(loss.weight)
+        # Usually a scalar with a graph, and an int, which is seen without a call. All else is looked at closely.
+        if type(loss) is not Loss or type(loss.total) is not Tensor or loss.total.shape or not loss.total.requires_grad:
+            check_total(loss)
+
+        weight = loss.weight
+        if type(weight) is not int or weight < 0:
+            weight = checked_weight(weight)
 
         if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, weight)
@@ -186,7 +158,7 @@ class StepProgress:
 
         # All other ranks contribute 0, as do stages without a loss. A pipeline has not checked the weight before.
         is_first = micro.index == 0 and not micro.padding and context.reports_loss
-        counts = [float(_checked_weight(weight)), float(micro.num_samples)] if is_first else [0.0, 0.0]
+        counts = [float(checked_weight(weight)), float(micro.num_samples)] if is_first else [0.0, 0.0]
 
         # The host waits for the sums, shape [2]. This happens once, in the first step.
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
@@ -237,7 +209,7 @@ class StepProgress:
         if self._context.config.exact:
             on_gpu = isinstance(weight, Tensor) and weight.is_cuda
             if self.step == 0 or not on_gpu:
-                check_weight(float(weight))
+                check_representable(float(weight))
 
         # Losses on a GPU are only collected in a list: adding them would launch one more kernel per micro-batch.
         total = loss.total.detach() if loss.total.is_cuda else loss.total.item()
@@ -256,79 +228,3 @@ class StepProgress:
         on_gpu = isinstance(value, Tensor) and value.is_cuda
         number = value.double() if on_gpu else float(value)
         return on_grid(number, grid) if self._context.config.exact else number
-
-
-def check_total(loss: Loss) -> None:
-    """Raise unless the loss is a Loss, with a total that can be backpropagated."""
-    if not isinstance(loss, Loss):
-        raise UserError(
-            f"loss() must return lockstep.Loss(total, weight); it returned a {type(loss).__name__}",
-            "",
-            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
-        )
-
-    if not isinstance(loss.total, Tensor):
-        raise UserError(
-            f"the total of a loss must be a tensor with a gradient; it is a {type(loss.total).__name__}",
-            "",
-            "remove .item() or float(): Loss(per_sample_loss.sum(), weight=len(batch))",
-        )
-
-    if loss.total.dim() != 0 or not loss.total.requires_grad:
-        raise UserError(
-            f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
-            f"{tuple(loss.total.shape)} and requires_grad={loss.total.requires_grad}",
-            "",
-            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
-        )
-
-
-def _checked_weight(weight: Any) -> Weight:
-    """Return the weight of a loss without its graph, or raise if it is not one finite number of at least 0."""
-    # A graph would keep the activations of the step alive until the log line.
-    is_tensor = isinstance(weight, Tensor)
-    if is_tensor:
-        weight = weight.detach()
-
-    # Plain numbers first: isinstance(x, SupportsFloat) is many times slower.
-    is_number = weight.numel() == 1 if is_tensor else isinstance(weight, (int, float, SupportsFloat))
-    if not is_number:
-        shape = f" {tuple(weight.shape)}" if is_tensor else ""
-        raise UserError(
-            f"the weight of a loss is the number of its terms; it cannot be a {type(weight).__name__}{shape}",
-            "",
-            "return Loss(total, weight=len(batch)), or the number of tokens: mask.sum()",
-        )
-
-    # A weight on the GPU is not checked here, because the host would wait for it: `OutcomeHandler.check` looks at the
-    # sum.
-    if not (is_tensor and weight.is_cuda) and not 0 <= float(weight) < math.inf:
-        raise wrong_weight(weight)
-
-    return weight
-
-
-def wrong_weight(weight: Weight) -> UserError:
-    return UserError(
-        f"the weight of a loss is the number of its terms; it cannot be {weight}",
-        "",
-        "return a finite weight of 0 or more",
-    )
-
-
-def on_grid(value: float | Tensor, grid: float) -> Any:
-    """Return `value`, a number or a tensor of any shape, rounded to the nearest multiple of 1/grid."""
-    if isinstance(value, Tensor):
-        return torch.round(value.double() * grid) / grid
-
-    return round(value * grid) / grid if math.isfinite(value) else value
-
-
-def check_weight(weight: float) -> None:
-    """Check that rounding to the grid does not change the weight, which would change the training."""
-    if abs(on_grid(weight, WEIGHT_GRID) - weight) > MAX_ROUNDING * weight:
-        raise UserError(
-            f"exact=true cannot represent a weight of {weight:.3g}",
-            "it rounds weights to multiples of 2^-32, which would change this one",
-            "multiply the loss and its weight by the same large number, such as 1e6: the training stays the same",
-        )

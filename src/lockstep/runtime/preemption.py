@@ -92,6 +92,10 @@ class PreemptionNotice:
         self.original = name if said is None else said or None
         self.signal = name
 
+    def defer_to_step_end(self) -> None:
+        """Let a signal take effect after the step, with a save. Before this it may end the process at once."""
+        self.waits = True
+
     def asks_for_save(self) -> bool:
         """Return whether Ray Train has announced, since the last save, that a node will be taken away.
 

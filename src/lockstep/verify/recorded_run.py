@@ -31,8 +31,8 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
-from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
+from lockstep.parallel.loss_checks import metric_terms
 from lockstep.parallel.parameter_hooks.hooks import hook_ids
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
@@ -128,7 +128,7 @@ class RecordedRun(Run):
             "global_batch": self.plan.global_batch,
             "micro_batch_asked": None if self.config.micro_batch == "auto" else self.config.micro_batch,
             "samples": self.plan.samples,
-            "stream": not isinstance(source, MapSource),
+            "stream": source.step_order is None,
             "strategy": self.config.strategy,
             "precision": self.stepper.context.precision.name,
             "device": self.runtime.device.type,
@@ -138,7 +138,7 @@ class RecordedRun(Run):
         }
 
         # Probes: only one rank's share of the samples, on one process; or every sample twice.
-        if isinstance(source, MapSource) and orders["part"]:
+        if source.step_order is not None and orders["part"]:
             source.step_order.data_world = World(*orders["part"])
 
         if isinstance(source, MapSource) and orders["twice"]:

@@ -18,7 +18,7 @@ from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 def test_a_source_that_gives_another_number_of_micro_batches_than_it_announced_is_named() -> None:
     run: Any = SimpleNamespace(
-        runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace()),
+        runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace(waits=True)),
         steps_done=0,
         log=SimpleNamespace(interval=SimpleNamespace(data_wait_s=0.0, micro_batches=0)),
         driver=SimpleNamespace(parts=[]),

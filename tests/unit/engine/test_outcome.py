@@ -191,7 +191,7 @@ def test_a_control_word_that_is_refused_changes_no_weights(
     weight: float, mark: Any, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "step_mark", mark)
-    monkeypatch.setattr(progress, "_checked_weight", lambda weight: weight)  # as for one on a GPU
+    monkeypatch.setattr(progress, "checked_weight", lambda weight: weight)  # as for one on a GPU
     model = torch.nn.Linear(1, 1)
     before = [p.detach().clone() for p in model.parameters()]
 

@@ -8,25 +8,24 @@ from typing import Any
 import pytest
 
 from lockstep.engine.requests import Requests
-from lockstep.parallel.progress import MetricNames
+from lockstep.observe.metrics import MetricNames
 from lockstep.runtime.control_word import Flags
 
 
 class FakeStepper:
     """Keeps the flags that were set, and has one result that is not read yet."""
 
-    def __init__(self, steps_done: int = 3, unread: Any = None):
+    def __init__(self, steps_done: int = 3, pending: Any = None):
         self.flags: dict[str, bool] = {}
         self.counters = SimpleNamespace(steps_done=steps_done)
-        self.context = SimpleNamespace(metric_names=MetricNames(new=False))
-        self._unread = unread
+        self._pending = pending
 
     def set_flags(self, **flags: bool) -> None:
         self.flags |= flags
 
     def wait_for_outcome(self) -> Any:
-        unread, self._unread = self._unread, None
-        return unread
+        pending, self._pending = self._pending, None
+        return pending
 
 
 class FakeCollectives:
@@ -51,7 +50,7 @@ def result(**flags: int) -> Any:
 def requests(total_steps: int = 10, steps_changed: bool = False, **arguments: Any) -> Any:
     stepper, checkpoints = FakeStepper(**arguments), SimpleNamespace(pending=FakeSave())
     source: Any = SimpleNamespace(note_result=lambda result: None)
-    return Requests(stepper, checkpoints, source, FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
+    return Requests(stepper, checkpoints, source, MetricNames(new=False), FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("name", ["stop", "save", "evaluate", "preempt"])
@@ -74,11 +73,11 @@ def test_what_this_rank_requests_is_not_agreed_on_yet() -> None:
 
 
 def test_a_result_that_is_read_late_is_accepted_once() -> None:
-    found = requests(unread=result(evaluate=1, new_metrics=2, save_failed=1))
-    assert found.accept_last() is not None
-    assert found.accept_last() is None
+    found = requests(pending=result(evaluate=1, new_metrics=2, save_failed=1))
+    assert found.accept_pending() is not None
+    assert found.accept_pending() is None
     assert found.evaluate_agreed
-    assert found.stepper.context.metric_names.new
+    assert found.metric_names.new
     assert found.checkpoints.pending.aborted == 1
 
 

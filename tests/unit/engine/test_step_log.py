@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from lockstep.engine.log.step_log import SampleLog, StepLog
-from lockstep.observe.metrics import EndedInterval, Interval, Sums
+from lockstep.observe.metrics import EndedInterval, Interval, MetricNames, Sums
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.progress import MetricNames, StepProgress
+from lockstep.parallel.progress import StepProgress
 from lockstep.precision import PRECISIONS
 from lockstep.task import StepBatches
 
@@ -23,8 +23,10 @@ class Lines:
     def __init__(self) -> None:
         self.intervals: list[EndedInterval] = []
 
-    def end_interval(self, interval: Interval, unread: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
-        self.intervals.append(interval.end(unread))
+    def end_interval(
+        self, interval: Interval, pending_steps: int, names: Sequence[str], numbers: dict[str, Any]
+    ) -> None:
+        self.intervals.append(interval.end(pending_steps))
 
     def poll(self) -> None:
         pass
@@ -35,21 +37,21 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     stepper: Any = SimpleNamespace(
         counters=SimpleNamespace(steps_done=0),
         outcome_handler=SimpleNamespace(skipped=0),
-        context=SimpleNamespace(metric_names=MetricNames(new=False), runtime=SimpleNamespace(collectives=COLLECTIVES)),
+        context=SimpleNamespace(runtime=SimpleNamespace(collectives=COLLECTIVES)),
         lr=0.1,
         scaler=None,
-        awaits_outcome=late,
+        pending_steps=int(late),
     )
     lines: Any = Lines()
     plan: Any = SimpleNamespace(epochs_after=lambda steps: None)
-    return StepLog(3, plan, stepper, Interval(Sums()), lines), lines, stepper
+    return StepLog(3, plan, stepper, Interval(Sums(), MetricNames(new=False)), lines), lines, stepper
 
 
 def run_steps(log: StepLog, stepper: Any, last: int) -> None:
     while stepper.counters.steps_done < last:
         stepper.counters.steps_done += 1
         is_last = stepper.counters.steps_done == 8
-        stepper.awaits_outcome &= not is_last  # the last line waits
+        stepper.pending_steps &= not is_last  # the last line waits
         log.end_step(4, None, is_last)
         log.write_if_due()
 

@@ -95,7 +95,7 @@ def train_batch(
 
     # The task's own hook and loss, as `fit` would call them.
     for micro in batch:
-        place = MicroBatch(micro, 0, len(micro["inputs"]), padding=batch.padding, place=batch.sample_offset)
+        place = MicroBatch(micro, 0, len(micro["inputs"]), padding=batch.padding, offset=batch.sample_offset)
         task.before_batch(train_state.run, place)
         loss = task.loss(train_state.model, micro)
 

@@ -60,13 +60,13 @@ class EpochSource(DatasetSource):
 
         batches, self._peeked = self._peeked or self._read_step(), None
 
-        # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
-        if not self._needs_transfer:
-            return replace(batches, micro_batches=map(replace, batches))
+        moved = (micro.data for micro in batches)
+        if self._needs_transfer:
+            moved = self._transfer.prefetch(moved)
 
+        # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
         # `map`, because a generator would keep the last one on the device until it has the next.
-        moved = self._transfer.prefetch(micro.data for micro in batches)
-        return replace(batches, micro_batches=map(_with_data, batches, moved))
+        return batches.with_micro_batches(map(MicroBatch.with_data, batches, moved), batches.step)
 
     def _read_step(self) -> StepBatches:
         """Read the next global step, and return it with its micro-batches in host memory."""
@@ -130,10 +130,6 @@ class EpochSource(DatasetSource):
         for micro in empty:
             micro.data = nonempty[0].data
             micro.padding = True
-
-
-def _with_data(micro: MicroBatch, data: Any) -> MicroBatch:
-    return replace(micro, data=data)
 
 
 def comparable_copy(sample: Any) -> Any:

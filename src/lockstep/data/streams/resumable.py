@@ -195,8 +195,8 @@ class ResumableStreamSource(EpochSource):
     def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
         # With several shards, one that has ended leaves empty places between the others', so that places are no
         # function of the first one. With a single shard only the last places can be empty.
-        place = read.index * self.options.micro_batch_size if self.shards.shards == 1 else None
-        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, place)
+        offset = read.index * self.options.micro_batch_size if self.shards.shards == 1 else None
+        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, offset)
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
@@ -248,8 +248,8 @@ class ResumableStreamSource(EpochSource):
             while samples := cursor.take(self.options.micro_batch_size):
                 batch = collate_samples(self.collate, samples, list(range(len(samples))), where)
                 if not is_empty(batch):
-                    place = 0 if self.shards.shards == 1 else None
-                    return MicroBatch(batch, 0, len(samples), self.epoch, place=place)
+                    offset = 0 if self.shards.shards == 1 else None
+                    return MicroBatch(batch, 0, len(samples), self.epoch, offset=offset)
 
         raise UserError(
             f"the stream has no sample in epoch {self.epoch}",

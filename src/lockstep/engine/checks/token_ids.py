@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.data.map_source import MapSource
 from lockstep.errors import DeviceLostError, UserError, some_names
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
     rows, name = max(tables, default=(0, ""))
 
     # Without an embedding there is nothing to look for, and only a source with an order can read samples again.
-    order = run.source.step_order if rows and isinstance(run.source, MapSource) else None
+    order = run.source.step_order if rows else None
     recent = order.recent_ids(LATE_STEPS * run.plan.global_batch) if order else ()
     for epoch, ids in recent:
         for index, numbers in _numbers(run, epoch, ids):
@@ -158,12 +157,12 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
 
 def _numbers(run: Run, epoch: int, ids: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the id of each sample and all integers in it. Samples that cannot be read again have none."""
-    if not isinstance(run.source, MapSource):
+    try:
+        samples: Sequence[Any] | None = run.source.read_samples(epoch, ids)
+    except Exception:  # the dataset is the user's code
         return
 
-    try:
-        samples: Sequence[Any] = run.source.read_samples(epoch, ids)
-    except Exception:  # the dataset is the user's code
+    if samples is None:
         return
 
     # An empty array first, because np.concatenate refuses an empty list.

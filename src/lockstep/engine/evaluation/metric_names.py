@@ -53,7 +53,7 @@ def _without_a_trace(run: Run, task: Any) -> Iterator[None]:
     model = run.driver.model
     snapshot = CheckSnapshot(model, task, (), copies_parameters=False)
 
-    with preserve_rng(run.runtime.device), run_eagerly(model), run.reading_here(), run.gathering.whole_batches():
+    with preserve_rng(run.runtime.device), run_eagerly(model), run.source.reading_here(), run.gathering.whole_batches():
         try:
             yield
         finally:

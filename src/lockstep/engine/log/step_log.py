@@ -65,7 +65,7 @@ class StepLog:
     def add_metric(self, name: str, total: Number, weight: Weight) -> None:
         """Add to a metric of the next line."""
         # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
-        self._stepper.context.metric_names.see([name])
+        self.interval.metric_names.see([name])
         self.interval.sums.add([], [(name, total, weight)])
 
     def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
@@ -114,20 +114,18 @@ class StepLog:
 
         # `new` comes from the control word, so all ranks enter this collective together. It is set for the first line
         # of a process: a hook may have logged its first values after the control word of this step.
-        names = stepper.context.metric_names
+        names = self.interval.metric_names
         if names.new:
             names.agree(self._collectives)
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
-        # On a GPU they may lack the losses of the last step.
-        unread = int(stepper.awaits_outcome)
-        self._recorder.end_interval(self.interval, unread, names.known, numbers)
+        self._recorder.end_interval(self.interval, stepper.pending_steps, names.known, numbers)
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the interval. Collective."""
-        names = self._stepper.context.metric_names
+        names = self.interval.metric_names
         if self._collectives.any(bool(names.unshared)):
             names.agree(self._collectives)
 
@@ -138,5 +136,5 @@ class StepLog:
         self.interval.restart()
         saved = state.get("interval")
         if saved is not None:
-            self._stepper.context.metric_names.restore(saved["names"])
+            self.interval.metric_names.restore(saved["names"])
             self.interval.load_state_dict(saved, self._collectives)

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.config import RunConfig
 from lockstep.data.dataset_source import SourceOptions
-from lockstep.data.map_source import MapSource
 from lockstep.data.windows import rank_share
 from lockstep.engine.checks.model import check_equal_work, refuse_single_samples
 from lockstep.engine.checks.settings import check_enough_micro_batches
@@ -121,9 +120,6 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
 
 def largest_input(source: BatchSource) -> Tensor | None:
     """Return the largest tensor of the first sample, or None if it cannot be read before the workers start."""
-    if not isinstance(source, MapSource):
-        return None
-
     leaves = tree_leaves(source.first_sample())
     try:
         tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]

@@ -7,7 +7,6 @@ from typing import Any
 
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.config import RunConfig
-from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.settings import check_epochs_countable
 from lockstep.engine.step import Stepper
 from lockstep.observe.sinks import read_jsonl
@@ -18,7 +17,7 @@ from lockstep.task import BatchSource
 
 def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper, config: RunConfig) -> Plan:
     """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
-    if not isinstance(source, MapSource):
+    if source.step_order is None:
         check_epochs_countable(config, resumed.global_batch, plan.global_batch)
         return plan
 

@@ -30,7 +30,7 @@ from lockstep.engine.setup.resumed import continue_plan, last_log_line
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.observe.head import write_head
-from lockstep.observe.metrics import ExactSums, Interval, Sums
+from lockstep.observe.metrics import ExactSums, Interval, MetricNames, Sums
 from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepContext
@@ -49,13 +49,19 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     # A DataLoader may set keys that the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, trained.driver
+
+    # A custom loop may have changed the model or its optimizers since `run.setup`.
+    trained.guard.check()
+    trained.guard.check_structure()
+    trained.optimizers.check_groups(trained.guard.model)
+
     for hook in builder.hooks.named("before_batch"):
         check_before_batch(config, driver.role, runtime.world.alone, hook)
 
     # The length of the data determines the plan: how a batch is split, and the number of steps.
     plan, source = _open_data(builder, driver, data, collate)
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
-    interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums())
+    interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums(), MetricNames())
     stepper = _make_stepper(builder, trained, plan, interval)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
@@ -69,7 +75,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
     log = StepLog(config.log.every, plan, stepper, interval, builder.recorder)
-    requests = _make_requests(plan, stepper, checkpoints, source, resumed)
+    requests = _make_requests(plan, stepper, checkpoints, source, interval, resumed)
     # A rewind keeps the elapsed time and the requests.
     loop = checkpoints.state.loop
     loop.add("clock", builder.clock, rewinds=False)
@@ -190,6 +196,7 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
         reports_loss=trained.driver.role.reports_loss,
         reads_loss=builder.reads_loss,
         log_event=builder.recorder.event,
+        metric_names=interval.metric_names,
     )
 
     # Only a hook that delays parameters makes the step ask which ones it trains.
@@ -199,12 +206,17 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
 
 
 def _make_requests(
-    plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, source: BatchSource, resumed: Resumed | None
+    plan: Plan,
+    stepper: Stepper,
+    checkpoints: CheckpointManager,
+    source: BatchSource,
+    interval: Interval,
+    resumed: Resumed | None,
 ) -> Requests:
     changed = {change.key for change in resumed.changed_settings} if resumed else set()
     collectives = stepper.context.runtime.collectives
     steps_changed = bool(changed & {"steps", "epochs"})
-    return Requests(stepper, checkpoints, source, collectives, plan.steps, steps_changed)
+    return Requests(stepper, checkpoints, source, interval.metric_names, collectives, plan.steps, steps_changed)
 
 
 def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:

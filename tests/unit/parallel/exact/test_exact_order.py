@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.observe import metrics
 from lockstep.parallel.exact.reducers import _sum_by_halves, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
-from lockstep.parallel.progress import WEIGHT_GRID, check_weight, on_grid
+from lockstep.parallel.loss_checks import WEIGHT_GRID, check_representable, on_grid
 from lockstep.plan.plan import make_plan
 
 
@@ -31,10 +31,10 @@ def written_out(total: int) -> str:
 
 def test_weights_that_their_grid_would_change_are_refused() -> None:
     for weight in (0.0, 1.0, 1 / 3, 1e-3, 12345.678, 7e9):
-        check_weight(weight)
+        check_representable(weight)
     for weight in (1e-12, 1e-10, 2.5e-5 / 3):
         with pytest.raises(UserError, match="the same large number"):
-            check_weight(weight)
+            check_representable(weight)
 
 
 def test_the_figure_of_the_module() -> None:
