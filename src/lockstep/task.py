@@ -99,11 +99,6 @@ class MicroBatch:
     padding: bool = False  # runs only because collectives need every rank; its weight must be 0
     offset: int | None = None  # of its first sample in the global batch; None if the source does not know it
 
-    def with_data(self, data: Any) -> MicroBatch:
-        """Return a copy with other data."""
-        # `dataclasses.replace` takes ten times as long. A new field belongs here, too.
-        return MicroBatch(data, self.index, self.num_samples, self.epoch, self.ids, self.padding, self.offset)
-
     @property
     def sample_offset(self) -> int:
         """Where its first sample is in the global batch, the same on any number of ranks. An error if not known."""
@@ -130,19 +125,6 @@ class StepBatches:
     exhausted: bool = False  # whether this rank's stream has ended
     step: int = 0  # the index of the step, set by `Run.step_batches`
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
-
-    def with_micro_batches(self, micro_batches: Iterable[MicroBatch], step: int) -> StepBatches:
-        """Return a copy with other micro-batches, as many, for the step with this index."""
-        # `dataclasses.replace` takes ten times as long. A new field belongs here, too.
-        return StepBatches(
-            self.num_micro_batches,
-            micro_batches,
-            self.global_num_samples,
-            self.global_num_micro_batches,
-            self.exhausted,
-            step,
-            self.span,
-        )
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)

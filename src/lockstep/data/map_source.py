@@ -155,7 +155,7 @@ class MapSource(DatasetSource):
         if is_empty(data):
             return self._as_padding(micro)
 
-        return micro.with_data(data)
+        return replace(micro, data=data)
 
     def _as_padding(self, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch that collate emptied as padding: its weight is 0, but every rank must run it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -129,7 +129,7 @@ class Run:
                 micro_batches = self.hooks.around_batches(micro_batches)
 
             # A copy: the object belongs to the source, which may give it again.
-            yield batches.with_micro_batches(micro_batches, self.steps_done)
+            yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.

@@ -155,16 +155,6 @@ class Driver(ABC):
         """Drop full parameters that were gathered from shards, because the shards are about to change."""
 
 
-def begin_pass(driver: Driver) -> None:
-    """Begin a pass over the micro-batches of a step: clear the gradients of the last pass."""
-    for parameter in driver.parameters.values():
-        parameter.grad = None
-
-    # A custom loop may have caught an exception of the last backward.
-    for part in driver.parts:
-        part.begin_pass()
-
-
 def no_gradient() -> UserError:
     """Return the error for a loss through which no parameter gets a gradient."""
     return UserError(

@@ -99,14 +99,3 @@ def broadcast_unsharded_gradients(parameters: Sequence[nn.Parameter], tp: Collec
     """
     if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([to_local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
-
-
-def full_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each tensor, which this rank holds in full."""
-    if not tensors:
-        return []
-
-    # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
-    # precision, or none is (precision.py).
-    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
-    return [*torch._foreach_norm(tensors, 2, torch.float32 if half else None)]

@@ -67,6 +67,11 @@ class InnerGradient:
         )
 
 
+# What computes gradients now, and a function that sets it. Whoever intercepts gradients restores what was there: it is
+# torch's own engine, unless the run is inside the loss, or the loop, of another run. Both are functions of C.
+current_engine = partial(getattr, _autograd, "_engine_run_backward")
+set_engine = partial(setattr, _autograd, "_engine_run_backward")
+
 Callback = Callable[[InnerGradient], None]  # called before the gradient is computed, and raises if it cannot be
 LossFn = Callable[[Any, Any], Loss]
 
@@ -83,9 +88,9 @@ class InnerGradients:
         self._before = before
         engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)
 
-        # A driver calls this in place of a `with` block, for every micro-batch, and then what `restorer` has returned
-        # at the start of the pass. Both are functions of C, and take a fraction of the time.
-        self.intercept = partial(setattr, _autograd, "_engine_run_backward", engine)
+        # A driver calls this in place of a `with` block, for every micro-batch, and then `set_engine`: functions of C
+        # take a fraction of the time.
+        self.intercept = partial(set_engine, engine)
         self._replaced: list[Callable[..., Any]] = []  # the engines that open blocks have replaced, the outermost first
 
     def _note(self, inner: InnerGradient) -> None:
@@ -94,11 +99,11 @@ class InnerGradients:
         self._before(inner)
 
     def __enter__(self) -> None:
-        self._replaced.append(_autograd._engine_run_backward)
+        self._replaced.append(current_engine())
         self.intercept()
 
     def __exit__(self, *_: object) -> None:
-        _autograd._engine_run_backward = self._replaced.pop()
+        set_engine(self._replaced.pop())
 
 
 LET_THROUGH = InnerGradients(None)
@@ -116,14 +121,6 @@ def _intercepting_engine(before: Callback) -> Callable[..., Any]:
             return TORCH_ENGINE(outputs, *args, **kwargs)
 
     return run
-
-
-def restorer() -> Callable[[], None]:
-    """Return a function that puts back what intercepts gradients now, after another object has intercepted them.
-
-    That is not always torch's own engine: a run may be inside the loss, or the loop, of another run.
-    """
-    return partial(setattr, _autograd, "_engine_run_backward", _autograd._engine_run_backward)
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:

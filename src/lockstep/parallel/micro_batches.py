@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, begin_pass, no_gradient, trainable
-from lockstep.parallel.gradients import full_norms
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.inner_gradients import (
     TORCH_ENGINE,
     InnerGradient,
     InnerGradients,
     LossFn,
+    current_engine,
     refuse_backward,
-    restorer,
+    set_engine,
 )
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
@@ -47,6 +47,27 @@ class ExactReducer(StepPart, ABC):
     @abstractmethod
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
+
+
+def begin_pass(driver: Driver) -> None:
+    """Begin a pass over the micro-batches of a step: clear the gradients of the last pass."""
+    for parameter in driver.parameters.values():
+        parameter.grad = None
+
+    # A custom loop may have caught an exception of the last backward.
+    for part in driver.parts:
+        part.begin_pass()
+
+
+def full_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each tensor, which this rank holds in full."""
+    if not tensors:
+        return []
+
+    # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
+    # precision, or none is (precision.py).
+    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    return [*torch._foreach_norm(tensors, 2, torch.float32 if half else None)]
 
 
 class MicroBatchDriver(Driver):
@@ -150,7 +171,7 @@ class MicroBatchDriver(Driver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self.begin_pass()
-        intercept, release = self.inner_gradients.intercept, restorer()
+        intercept, engine = self.inner_gradients.intercept, current_engine()
         reduced = None
 
         for micro in batches.micro_batches:
@@ -160,7 +181,7 @@ class MicroBatchDriver(Driver):
                 with progress.autocast():
                     loss = loss_fn(self.model, micro.data)
             finally:
-                release()
+                set_engine(engine)
 
             reduced = self.backward(loss, progress)  # outside autocast, as torch recommends
 

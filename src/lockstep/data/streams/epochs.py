@@ -66,7 +66,8 @@ class EpochSource(DatasetSource):
 
         # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
         # `map`, because a generator would keep the last one on the device until it has the next.
-        return batches.with_micro_batches(map(MicroBatch.with_data, batches, moved), batches.step)
+        copies = map(lambda micro, data: replace(micro, data=data), batches, moved)
+        return replace(batches, micro_batches=copies)
 
     def _read_step(self) -> StepBatches:
         """Read the next global step, and return it with its micro-batches in host memory."""

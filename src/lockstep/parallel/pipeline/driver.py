@@ -19,11 +19,12 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, begin_pass, no_gradient, trainable
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients, LossFn
 from lockstep.parallel.mesh import Axes, Mesh
+from lockstep.parallel.micro_batches import begin_pass
 from lockstep.parallel.parameter_hooks.hooks import change_sums
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.pipeline import Pipeline
