@@ -57,6 +57,16 @@ def test_every_rank_gets_its_environment_and_its_log(run, tmp_path, monkeypatch)
     assert (tmp_path / "0-0").read_text().endswith(" True")
 
 
+@pytest.mark.parametrize("end", ["pass", "os._exit(3)"])
+def test_what_rank_0_prints_into_a_file_is_there_at_its_end(run, capfd, monkeypatch, end):
+    """Its output is a file or a pipe as often as a terminal, and Python then writes it in blocks."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    run(f"print('rank', os.environ['RANK'], 'says this'); sys.stdout.write('and this'); {end}")
+    said = capfd.readouterr().out
+    assert "rank 0 says this\n" in said
+    assert ("and this" in said) == (end == "pass")
+
+
 def test_rank_0_has_the_terminal(run, capfd):
     assert run("print('rank', me.rank)") == JobEnd(0)
     assert "rank 0\n" in (out := capfd.readouterr().out)

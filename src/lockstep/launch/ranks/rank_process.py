@@ -29,7 +29,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -49,8 +49,13 @@ TERM_LOOK_S = 1.0
 PRINT_TIMEOUT_S = 0.1
 
 
-def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
-    """Run `work(spec)` as a rank and exit. `lifeline` is a pipe that closes when the launcher dies."""
+def main(
+    spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int, frozen_files: Sequence[io.IOBase] = ()
+) -> NoReturn:
+    """Run `work(spec)` as a rank and exit. `lifeline` is a pipe that closes when the launcher dies.
+
+    frozen_files: the files that were open when the zygote froze its objects, see `exit_without_teardown`
+    """
     threading.Thread(target=_die_when_abandoned, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
 
     # From here on the launcher can ask this rank where it is.
@@ -65,12 +70,12 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     except BaseException as error:
         # SystemExit and KeyboardInterrupt, too: the launcher must learn how the user's code has ended. The error
         # stays alive until the exit: freeing what its frames hold may wait for ranks that are gone.
-        _end(folder, rank, rank_record.ended_by(error, rank))
+        _end(folder, rank, rank_record.ended_by(error, rank), frozen_files)
 
-    _end(folder, rank, RankExit(0))
+    _end(folder, rank, RankExit(0), frozen_files)
 
 
-def _end(folder: Path, rank: int, rank_exit: RankExit) -> NoReturn:
+def _end(folder: Path, rank: int, rank_exit: RankExit, frozen_files: Sequence[io.IOBase]) -> NoReturn:
     """Record how this rank ends, and exit. The exit code is not enough: a program may call `os._exit(0)` too early."""
     rank_record.write(folder, rank, rank_exit)
 
@@ -78,7 +83,7 @@ def _end(folder: Path, rank: int, rank_exit: RankExit) -> NoReturn:
     if rank_exit.failure is not None and rank != 0:
         print(rank_exit.failure.traceback, file=sys.stderr)
 
-    exit_without_teardown(rank_exit.code)
+    exit_without_teardown(rank_exit.code, frozen_files)
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
@@ -127,8 +132,16 @@ def _print_with_timeout(text: bytes) -> None:
     writer.join(PRINT_TIMEOUT_S)
 
 
-def exit_without_teardown(code: int) -> NoReturn:
+def open_files() -> list[Any]:
+    """Return the files that are open for writing, `sys.stdout` among them. Only the garbage collector can list them."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+
+
+def exit_without_teardown(code: int, frozen_files: Sequence[io.IOBase] = ()) -> NoReturn:
     """End the process, after the parts of an ordinary exit that the user's code may rely on.
+
+    frozen_files: files that `open_files` does not list, because `gc.freeze` has hidden them from the collector
 
     Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
     release tensors. They need the GIL for that, so the process occasionally aborts.
@@ -140,10 +153,9 @@ def exit_without_teardown(code: int) -> NoReturn:
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
 
-    # Flush files that the user left open, which only the garbage collector can list.
-    for thing in gc.get_objects():
-        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with contextlib.suppress(ValueError, OSError):
-                thing.flush()
+    # Flush files that the user left open.
+    for file in (*frozen_files, *open_files()):
+        with contextlib.suppress(ValueError, OSError):
+            file.flush()
 
     os._exit(code)

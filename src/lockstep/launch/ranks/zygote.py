@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +47,7 @@ FORK_RETRY_S = 0.1
 # Signals that are meant for the launcher or for a rank, never for the zygote.
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-Work = Callable[[dict[str, Any]], None]
+RunRank = Callable[..., NoReturn]  # `rank_process.main` but for the spec and the lifeline
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ def main(arguments: Sequence[str]) -> None:
 
     # Frozen objects stay shared by all ranks, because no garbage collection of a rank touches them.
     gc.collect()
+    frozen_files = rank_process.open_files()
     gc.freeze()
     gc.enable()
 
-    server = Zygote(control, work)
+    server = Zygote(control, partial(rank_process.main, work=work, frozen_files=frozen_files))
     with contextlib.suppress(ConnectionError):
         server.serve()
 
@@ -111,9 +113,9 @@ class Zygote:
     It waits for two things at once, requests and the ends of its children, and has no thread for either.
     """
 
-    def __init__(self, control: socket.socket, work: Work):
+    def __init__(self, control: socket.socket, run_rank: RunRank):
         self._control = control
-        self._work = work
+        self._run_rank = run_rank
 
         # A pipe wakes `serve` when a child ends.
         self._woken, self._bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -163,7 +165,7 @@ class Zygote:
             self._report(RankChange(rank, None, code=1))
         else:
             if pid == 0:
-                _become_rank(request, fds, self._work, [self._control.detach(), self._woken, self._bell], zygote)
+                _become_rank(request, fds, self._run_rank, [self._control.detach(), self._woken, self._bell], zygote)
 
             self._children[pid] = rank
             self._report(RankChange(rank, pid))
@@ -265,7 +267,9 @@ def close_all(fds: Iterable[int]) -> None:
 # ---- in a forked rank ----
 
 
-def _become_rank(request: dict[str, Any], fds: list[int], work: Work, inherited: list[int], zygote: int) -> NoReturn:
+def _become_rank(
+    request: dict[str, Any], fds: list[int], run_rank: RunRank, inherited: list[int], zygote: int
+) -> NoReturn:
     """Turn a forked copy of the zygote into a rank, and run it. `fds` holds the lifeline.
 
     The zygote's own descriptors are `inherited`, and `zygote` is its process.
@@ -291,6 +295,10 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work, inherited:
         if request["log"]:
             _write_to(request["log"])
 
+        # Written line by line, so that what a killed process has printed is complete. Rank 0 may print to a file.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
+
         # `random` reseeds itself after a fork, numpy does not: all ranks would draw the same numbers.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
@@ -298,7 +306,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work, inherited:
         # Signals that were sent in the meantime are delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
 
-        rank_process.main(request["spec"], work, lifeline=fds[0])
+        run_rank(request["spec"], lifeline=fds[0])
     except BaseException:
         # Whatever the error is, and even if it cannot be printed, a rank must not return into `Zygote.serve`: at its
         # end it would kill the other ranks.
@@ -315,10 +323,6 @@ def _write_to(log: str) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-
-    # Written line by line, so that the log of a killed process is complete.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
 
 
 if __name__ == "__main__":

@@ -70,18 +70,23 @@ def test_torch_aborts_an_ordinary_exit(tmp_path: Path, how: str, code: int) -> N
 
 
 FILES = """
-import sys
-from lockstep.launch.ranks.rank_process import exit_without_teardown
-mode, path = sys.argv[1:]
+import gc, sys
+from lockstep.launch.ranks.rank_process import exit_without_teardown, open_files
+mode, path, frozen = sys.argv[1:]
 file = open(path, mode)
+files = []
+if frozen:
+    files = open_files()
+    gc.freeze()
 file.write(b"left open" if "b" in mode else "left open")
-exit_without_teardown(0)
+exit_without_teardown(0, files)
 """
 
 
+@pytest.mark.parametrize("frozen", ["", "frozen"])
 @pytest.mark.parametrize("mode", ["w", "wb", "w+b"])
-def test_files_that_were_left_open_are_flushed(tmp_path: Path, mode: str) -> None:
-    subprocess.run([sys.executable, "-c", FILES, mode, str(tmp_path / "text")], check=True)
+def test_files_that_were_left_open_are_flushed(tmp_path: Path, mode: str, frozen: str) -> None:
+    subprocess.run([sys.executable, "-c", FILES, mode, str(tmp_path / "text"), frozen], check=True)
     assert (tmp_path / "text").read_text() == "left open"
 
 
