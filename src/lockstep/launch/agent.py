@@ -127,6 +127,7 @@ class Agent:
         try:
             self._request_ranks(start)
         except (OSError, UserError) as error:
+            self._zygote.drop_unsent()  # a process that is forked later would belong to no attempt
             self._close_attempt()
             self._report_setup(start.attempt, error)
 

@@ -32,9 +32,17 @@ class Restarts:
         return replace(self, times=[moment + seconds for moment in self.times])
 
     def note_checkpoint(self, newest_step: int | None) -> None:
-        """Note the step of the newest checkpoint, if one is known. A new one begins a new row."""
-        if newest_step not in (None, self.newest_step):
-            self.newest_step, self.in_a_row, self.hangs = newest_step, 0, 0
+        """Note the step of the newest checkpoint, if one is known. A new checkpoint resets the consecutive counts.
+
+        An earlier step is no progress: the checkpoint after it was damaged, or the run went back.
+        """
+        if newest_step is None or newest_step == self.newest_step:
+            return
+
+        if self.newest_step is None or newest_step > self.newest_step:
+            self.in_a_row = self.hangs = 0
+
+        self.newest_step = newest_step
 
     def count(self, now: float, hang: bool = False) -> None:
         """Count a restart. `hang`: after ranks have reached a timeout."""

@@ -31,8 +31,10 @@ from lockstep.launch.hangs.suspicion import (
 # How long a rank that compiles, or saves, is left alone before it is asked again.
 BUSY_S = 10.0
 
-# Seconds without progress after which the screen says where the ranks are, whatever their timeouts.
+# Seconds without progress after which the screen says where the ranks are, whatever their timeouts; and how long it
+# then says nothing of further stalls.
 STALL_S = 45.0
+STALL_PAUSE_S = 600.0
 
 # A launcher that did not look for this long was itself halted or starved, and perhaps so were its ranks.
 UNWATCHED_S = 3.0
@@ -50,9 +52,9 @@ class Watchdog:
         # Node -> its ranks, as of its last heartbeat.
         self._views: dict[int, list[RankView]] = {}
 
-        # Whether the screen already says that no rank advances, and the beats of all ranks at the last stall.
-        self._warned = False
+        # The beats of all ranks at the last stall, and the time from which a stall is shown again.
         self._beats_at_stall: dict[int, int] = {}
+        self._quiet_until = -math.inf
 
         # Start of the current unbroken watch, and time of the last look.
         self._watched_since = -math.inf
@@ -174,12 +176,16 @@ class Watchdog:
         return Suspicion("stall", reason, awaited_ranks(working), {view.rank: view for view in working})
 
     def take_stall_report(self) -> str | None:
-        """Return where the ranks that stall are, for the screen; None if that was shown before, or if one has moved."""
+        """Return where the ranks that stall are, for the screen; None if one has moved, or another was shown lately."""
         suspicion = self._suspicion
-        if suspicion is None or suspicion.kind != "stall" or self._warned or self._moved(suspicion):
+        if suspicion is None or suspicion.kind != "stall" or self._moved(suspicion):
             return None
 
-        self._warned = True
+        # Each step of a slow program may look like a stall.
+        if self._last_look < self._quiet_until:
+            return None
+
+        self._quiet_until = self._last_look + STALL_PAUSE_S
         where = explain(suspicion, self._evidence(suspicion)).traceback.splitlines()
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 

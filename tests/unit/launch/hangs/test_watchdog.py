@@ -382,6 +382,21 @@ def test_within_the_limits_ranks_are_only_asked_where_they_are():
     assert watch.take_stall_report() is None
 
 
+def test_later_stalls_are_shown_but_not_each_step_of_a_slow_program():
+    watch = Watchdog(HangConfig())
+    shown = []
+    for number in range(25):
+        begin = number * 50.0
+        for second in range(50):
+            views = [replace(view(rank, "compute", float(second), state="R"), beats=number) for rank in (0, 1)]
+            look(watch, views, now=begin + second)
+            watch.add_answers({0: stack(("/u/layer.py", 9, "forward")), 1: stack(("/u/layer.py", 9, "forward"))}, {})
+            if watch.take_stall_report():
+                shown.append(number)
+                watch.forget_answers()
+    assert shown == [0, 12, 24]
+
+
 def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     watch = Watchdog(HangConfig())
     views = [view(0, "user code", 50.0), view(1, "all-reduce", 50.0), view(2, "all-reduce", 50.0)]
