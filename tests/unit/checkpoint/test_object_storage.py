@@ -38,7 +38,7 @@ from lockstep.checkpoint.storage.transitions import claim
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError
-from lockstep.run_folder.checkpoint_names import file_name
+from lockstep.run_folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
 from lockstep.testing import fail_at
 
 
@@ -596,3 +596,10 @@ def test_a_url_that_cannot_work_is_refused_at_once(
     with pytest.raises(UserError, match=problem):
         lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"store": url})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("url", ["hdfs://namenode:8020/ckpt", "webhdfs://nn:9870/x", "sftp://host:22/ckpt", "s3://b"])
+def test_the_authority_of_a_url_may_have_a_port(url: str) -> None:
+    assert is_object_url(object_url(url, "run", folder_name(0), file_name(0)))
+    for bad in (f"{url}:1", url.replace("://", "://a:b:"), url.replace("://", "://x:y/")):
+        assert url == "s3://b" or not is_object_url(object_url(bad, "run", folder_name(0), file_name(0)))
