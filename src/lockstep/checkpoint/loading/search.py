@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
-from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.reader import CheckpointReader, unreadable_error
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.retry import READ_FIX, Gather, StorageUnavailable, or_wait, retry, run_on_all_ranks
+from lockstep.checkpoint.storage.retry import Gather, retry, run_on_all_ranks
 from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
@@ -67,9 +67,13 @@ def wait_for_newest_valid(
 ) -> CheckpointReader | None:
     """Call `newest_valid` until all files can be read, for `timeout_s` seconds; then let StorageUnavailable pass.
 
-    Collective.
+    The reader waits as long. Collective.
     """
-    return retry(partial(newest_valid, storage, Readers.of(runtime), only), runtime, timeout_s)
+    reader = retry(partial(newest_valid, storage, Readers.of(runtime), only), runtime, timeout_s)
+    if reader is not None:
+        reader.timeout_s = timeout_s
+
+    return reader
 
 
 def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None = None) -> CheckpointReader | None:
@@ -203,18 +207,15 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
 
 def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
     """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
-    # Waiting may bring back a file server, but neither a permission nor another version of Lockstep.
-    if isinstance(problem, Forbidden):
-        kind, fix = UserError, f"{READ_FIX}, and try again"
-    elif isinstance(problem, Unreadable):
-        kind, fix = StorageUnavailable, or_wait(READ_FIX)
-    else:
-        kind, fix = UserError, "use the version of Lockstep that wrote it, or choose another one: lockstep ckpt ls RUN"
-
+    otherwise = ""
     if older:
-        fix += f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
+        otherwise = f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
 
-    return kind(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), fix)
+    if isinstance(problem, Unreadable):
+        return unreadable_error(problem, otherwise)
+
+    fix = "use the version of Lockstep that wrote it, or choose another one: lockstep ckpt ls RUN"
+    return UserError(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), f"{fix}{otherwise}")
 
 
 def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:

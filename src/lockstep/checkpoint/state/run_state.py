@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.state.digests import digest
@@ -227,21 +228,28 @@ class RunState:
     # ---- restoring ----
 
     def restore(
-        self, reader: CheckpointReader, values: Mapping[str, Any], changed_settings: Sequence[Change] = ()
+        self,
+        reader: CheckpointReader,
+        values: Mapping[str, Any],
+        changed_settings: Sequence[Change] = (),
+        rewinds: bool = False,
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
         Raise a UserError if a different run was saved. `values`: the values of the manifest.
+        `rewinds`: whether this process has trained before, so that its objects may have state that must go.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
         check_values(reader, "state")
         with _noted(reader), reader.keeping_open():
-            changes = self._restore(reader, values["state"], changed_settings)
+            changes = self._restore(reader, values["state"], changed_settings, rewinds)
             self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))
 
         return changes
 
-    def _restore(self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change]) -> list[str]:
+    def _restore(
+        self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change], rewinds: bool
+    ) -> list[str]:
         self._check_required(json_state)
 
         # The model first: it checks that the checkpoint is of this model before anything is changed.
@@ -262,7 +270,7 @@ class RunState:
         for name, stateful in self.registered.per_parameter.items():
             changes += restore_parameter_tensors(name, stateful, reader)
 
-        changes += self._restore_registered(states)
+        changes += self._restore_registered(states, rewinds)
         return changes + self._unused(states, reader)
 
     def _check_required(self, json_state: JsonDict) -> None:
@@ -282,7 +290,7 @@ class RunState:
                 "pass the callbacks that the run had, by the same names; or start a new run from the exported weights",
             )
 
-    def _restore_registered(self, states: JsonDict) -> list[str]:
+    def _restore_registered(self, states: JsonDict, rewinds: bool) -> list[str]:
         """Restore what is registered. Return descriptions of the objects that gained or lost state."""
         changed = []
         for name, stateful in self.registered.items():
@@ -293,8 +301,12 @@ class RunState:
             if saved:
                 changed += optional_members(stateful).changes_since(saved)
                 stateful.load_state_dict(saved)
-                if not current:
+                if not current and not rewinds:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
+            elif current and rewinds and name in states:
+                # Its state was empty at the save. At a start, the user's code had none for it then, and its
+                # `load_state_dict` may expect some.
+                stateful.load_state_dict({})
             elif current:
                 changed.append(f"{name}: has no state in the checkpoint, and starts from the beginning")
 
@@ -336,10 +348,16 @@ def _noted(reader: CheckpointReader) -> Iterator[None]:
     """Add to an error which checkpoint was being restored.
 
     The digest of the checkpoint is valid. So the error comes from the `load_state_dict` of an object, or from values
-    that another version has saved.
+    that another version has saved, unless a file has changed since, or was deleted.
     """
     try:
         yield
+    except InvalidCheckpoint as problem:
+        raise UserError(
+            f"the checkpoint {reader.checkpoint.path} has changed while it was restored",
+            str(problem),
+            "resume again, which verifies it and chooses another one if necessary",
+        ) from None
     except Exception as error:
         if not isinstance(error, UserError):
             wrote = f"version {reader.manifest.lockstep} of Lockstep has written"

@@ -39,17 +39,20 @@ class StorageUnavailable(UserError):
     """
 
 
-def retry_on_rank0(runtime: Runtime, timeout_s: float, act: Callable[[], Any], problem: str) -> Any:
+def retry_on_rank0(
+    runtime: Runtime, timeout_s: float, act: Callable[[], Any], problem: str, fix: str = WRITE_FIX
+) -> Any:
     """Run `act` on rank 0 until no OSError stops it, and return its result, plain JSON, on every rank. Collective.
 
     After `timeout_s` seconds all ranks raise StorageUnavailable; if waiting does not help, a UserError at once. `act`
-    may be called again after it has done a part of its work. `problem`: the first sentence of the error.
+    may be called again after it has done a part of its work. For the message,
+    `problem` is its first sentence, and `fix` is what to do about it.
     """
     gather = runtime.collectives.all_gather_json
 
     # The other ranks have nothing to do, and get rank 0's result.
     act_here = act if runtime.is_main else lambda: None
-    _, answers = retry(lambda: run_on_all_ranks(gather, act_here, problem, WRITE_FIX), runtime, timeout_s)
+    _, answers = retry(lambda: run_on_all_ranks(gather, act_here, problem, fix), runtime, timeout_s)
     return answers[0]
 
 
