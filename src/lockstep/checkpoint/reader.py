@@ -255,7 +255,7 @@ def unreadable_error(problem: Unreadable, otherwise: str = "") -> UserError:
     if isinstance(problem, Forbidden):
         kind, fix = UserError, f"{retry.READ_FIX}, and try again"
     else:
-        kind, fix = retry.StorageUnavailable, retry.or_wait(retry.READ_FIX)
+        kind, fix = retry.StorageUnavailable, retry.fix_or_wait(retry.READ_FIX)
 
     return kind(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), f"{fix}{otherwise}")
 

@@ -27,7 +27,7 @@ from test_run_in_memory import Dropped
 import lockstep
 from lockstep.checkpoint import command
 from lockstep.checkpoint.loading import search
-from lockstep.checkpoint.loading.search import Readers, newest_valid
+from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.storage import stores
@@ -368,7 +368,7 @@ def test_a_load_fetches_each_byte_twice_to_verify_it_and_to_read_it(
     [written] = RangeStore.objects.values()
 
     monkeypatch.setattr(Fetched, "requests", [])
-    reader = newest_valid(storage, Readers.alone())
+    reader = newest_valid(storage, VerifyingRanks.alone())
     assert reader is not None
     assert max(Fetched.requests) > len(written) - (1 << 20)  # digests are computed from large chunks
 
@@ -558,7 +558,7 @@ def test_an_object_that_cannot_be_read_is_not_called_damaged(
 
     commit(real_store, 1)
     opened = RealStore._open
-    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
     monkeypatch.setattr(RealStore, "_open", lambda self, path, **_: Broken(opened(self, path).read()))
     with pytest.raises(UserError, match="cannot be read: Reset: the store hung up"):
         load(real_store)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import RankContents
+from lockstep.checkpoint.saving.context import ManifestValues, RankContents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.loop_state import LoopState
@@ -56,17 +56,6 @@ class CapturedState(NamedTuple):
 
     # What the state_dict() of each stateful object returned. `json_state` and `tensors` encode it.
     states: dict[str, Any]
-
-
-class _Parts(NamedTuple):
-    """The parts of a run's state that have tensors, with the JSON that belongs to these."""
-
-    tensors: dict[str, CapturedTensor]
-    aliases: dict[str, str]
-    model: JsonDict  # without digests
-    optimizers: list[JsonDict]
-    states: dict[str, Any]  # of the stateful objects
-    encoded_states: JsonDict
 
 
 class RunState:
@@ -136,7 +125,8 @@ class RunState:
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
 
         later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
-        return RankContents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
+        manifest_values = ManifestValues(captured.aliases, values)
+        return RankContents(self.shards_of(captured.tensors, runtime), manifest_values, later)
 
     def shards_of(self, tensors: dict[str, CapturedTensor], runtime: Runtime) -> dict[str, LocalShard]:
         """Return what this rank writes of the tensors that all ranks have captured. Collective."""
@@ -168,34 +158,13 @@ class RunState:
             if len({by_name[name] for by_name in digests}) > 1:
                 log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def capture(self) -> CapturedState:
+    def capture(self, digests: bool = True) -> CapturedState:
         """Return the state of the run, without the state of the loop.
 
-        Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
+        `digests`: whether to compute the digests in the JSON state, which take time.
+        Collective if the `state_dict` of the data source is, and with `digests` also under fsdp with
+        checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        parts = self._capture_parts()
-
-        # Between two steps, the state of the stepper is a few counters, without tensors.
-        stepper_tensors: dict[str, Tensor] = {}
-        stepper = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
-        assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
-
-        # The keys are part of the file format (see CONTRIBUTING).
-        json_state = {
-            "model": {**parts.model, "frozen_digests": self._model_state.frozen_digests()},
-            "optimizers": parts.optimizers,
-            "stateful": parts.encoded_states,
-            "required": sorted(name for name in self.registered.required if parts.states[name]),
-            "upcoming": digest_of_upcoming(self.source),
-            "stepper": stepper,
-        }
-        return CapturedState(parts.tensors, parts.aliases, json_state, parts.states)
-
-    def capture_tensors(self) -> dict[str, CapturedTensor]:
-        """Return all tensors, without computing digests. Collective if the `state_dict` of the data source is."""
-        return self._capture_parts().tensors
-
-    def _capture_parts(self) -> _Parts:
         tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
         optimizers = self._optimizer_states.capture(tensors)
@@ -205,7 +174,25 @@ class RunState:
         stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
         encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
-        return _Parts(tensors, aliases, model, optimizers, states, encoded)
+
+        # Between two steps, the state of the stepper is a few counters, without tensors.
+        stepper_tensors: dict[str, Tensor] = {}
+        stepper = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+        assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
+
+        # The keys are part of the file format (see CONTRIBUTING).
+        json_state = {
+            "model": model,
+            "optimizers": optimizers,
+            "stateful": encoded,
+            "required": sorted(name for name in self.registered.required if states[name]),
+            "stepper": stepper,
+        }
+        if digests:
+            json_state["model"] = {**model, "frozen_digests": self._model_state.frozen_digests()}
+            json_state["upcoming"] = digest_of_upcoming(self.source)
+
+        return CapturedState(tensors, aliases, json_state, states)
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and stateful objects, and an estimate for the optimizers, which allocate later."""
