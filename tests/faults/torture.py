@@ -111,12 +111,12 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
     """Of every tensor of the newest checkpoint, or of the one of a step, however it was cut."""
     import hashlib
 
-    from lockstep.checkpoint.loading.search import Readers, newest_valid
+    from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
     from lockstep.checkpoint.storage.folder import CheckpointStorage
     from lockstep.run_folder.checkpoint_names import folder_name
 
     only = None if step is None else folder_name(step)
-    reader = newest_valid(CheckpointStorage(run / "checkpoints"), Readers.alone(), only)
+    reader = newest_valid(CheckpointStorage(run / "checkpoints"), VerifyingRanks.alone(), only)
     assert reader is not None
     tensors = {name: reader.read(name) for name in reader.names()}
     return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.loading.search import Readers, newest_valid
+from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.observe.sinks import read_jsonl
 
@@ -34,7 +34,7 @@ class Large(lockstep.Task):
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    reader = newest_valid(CheckpointStorage(run / "checkpoints"), Readers.alone())
+    reader = newest_valid(CheckpointStorage(run / "checkpoints"), VerifyingRanks.alone())
     assert reader is not None
     return {name: reader.read(name) for name in reader.names()}
 

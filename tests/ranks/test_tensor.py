@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.checkpoint.loading.search import Readers, newest_valid
+from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Saver
@@ -346,7 +346,7 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
     save, _ = [saver.start(1, RankContents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
     save.wait()
     assert isinstance(save.outcome, Committed), save.outcome
-    reader = newest_valid(storage, Readers.alone())
+    reader = newest_valid(storage, VerifyingRanks.alone())
     assert reader is not None
     assert {name: tuple(reader.read(name).shape) for name in reader.names()} == {
         "model.rows": (0, 3),

@@ -142,7 +142,7 @@ class CheckpointManager:
             raise UserError(problem, missing, fix)
 
     def _try_store(self) -> str | None:
-        """Try the store on rank 0. Return an error that waiting cannot mend, as text, or None. Raise other OSErrors."""
+        """Try the store on rank 0. Return an error that retrying cannot fix, as text, or None. Raise other OSErrors."""
         try:
             self.storage.try_store()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -234,7 +234,7 @@ class CheckpointManager:
         again.
         """
         try:
-            saved = self._context.metrics.by_step()
+            saved = self._context.metrics_cache.by_step()
         except OSError:
             return None
 
@@ -252,7 +252,8 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
-        self._saver.prepare(self.state.shards_of(self.state.capture_tensors(), self.runtime))
+        captured = self.state.capture(digests=False)
+        self._saver.prepare(self.state.shards_of(captured.tensors, self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `step` steps, and write it in the background while training continues. Collective.
@@ -285,7 +286,7 @@ class CheckpointManager:
 
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if one cannot be read now."""
-        return best_checkpoint(self._context.metrics, self.config.checkpoint)
+        return best_checkpoint(self._context.metrics_cache, self.config.checkpoint)
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""

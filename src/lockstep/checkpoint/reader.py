@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import io
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from typing import TypeVar
 
 import torch
 
-from lockstep.checkpoint.manifest import DTYPES, Damaged, Manifest, Piece, TensorEntry, byte_count, weight_name
+from lockstep.checkpoint.manifest import (
+    DTYPES,
+    Damaged,
+    Forbidden,
+    Manifest,
+    Piece,
+    TensorEntry,
+    Unreadable,
+    byte_count,
+    weight_name,
+)
 from lockstep.checkpoint.manifest_reader import as_invalid, open_file
-from lockstep.checkpoint.rank_file import locate, read_header
+from lockstep.checkpoint.rank_file import Header, locate, read_header
+from lockstep.checkpoint.storage import retry
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
+from lockstep.errors import UserError, printable
 
 # How many files a reader keeps open. A rank may need the files of thousands of ranks: more than a process may open.
 MAX_OPEN_FILES = 64
+
+Answer = TypeVar("Answer")
 
 
 class CheckpointReader:
@@ -32,12 +48,17 @@ class CheckpointReader:
         skipped: Sequence[Damaged] = (),
         beat: Callable[[], None] = lambda: None,
     ):
-        """`beat` is called after each chunk that is read."""
+        """`beat` is called after each chunk that is read, and while the reader waits (`timeout_s`)."""
         self.checkpoint = checkpoint
         self.manifest = manifest
         self.skipped = list(skipped)  # one entry for each newer checkpoint, all of which are damaged
+
+        # How many seconds it waits for a file that cannot be read now. A run sets this, and gets a UserError after it.
+        self.timeout_s: float | None = None
+
         self._beat = beat
-        self._header = cache(partial(read_header, checkpoint))  # each file's header is read only once
+        self._bytes_read = 0
+        self._headers: dict[str, Header] = {}  # by file: each is read only once
         self._kept_open: dict[str, io.BufferedIOBase] | None = None  # by name; None outside of `keeping_open`
 
     def names(self) -> list[str]:
@@ -67,7 +88,8 @@ class CheckpointReader:
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read the slice of `shape` that begins at `offset` in the full tensor.
 
-        Raise InvalidCheckpoint if a file has changed or can no longer be read.
+        Raise InvalidCheckpoint if a file has changed or can no longer be read; with `timeout_s`, wait until it can be
+        read, and then raise a UserError.
         """
         name = self.stored_name(name)
         entry = self._entry(name)
@@ -113,20 +135,22 @@ class CheckpointReader:
         # Read into the tensor's own memory. `readinto` may read less than requested, and 0 bytes at the end. In chunks,
         # because a large tensor takes minutes on a slow disk, which must not look like a hang.
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
-        rest = data.numpy().data
+        memory = data.numpy().data
+        done = 0
 
-        with self._open(piece.file) as file:
-            file.seek(start + first * row_bytes)
-            while rest:
-                count = file.readinto(rest[:CHUNK])
-                if not count:
-                    break
+        def read_on() -> None:
+            nonlocal done
+            with self._open(piece.file) as file:
+                file.seek(start + first * row_bytes + done)
+                while done < len(memory) and (count := file.readinto(memory[done : done + CHUNK])):
+                    done += count
+                    self._bytes_read += count
+                    self._beat()
 
-                rest = rest[count:]
-                self._beat()
+        self._until_readable(read_on)
 
         # The header was valid, so the file was truncated after it was checked.
-        if rest:
+        if done < len(memory):
             raise Damaged(self.checkpoint, piece.file, "ends too early")
 
         return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
@@ -161,10 +185,48 @@ class CheckpointReader:
             if file not in kept_open:
                 kept_open[file] = self.checkpoint.open(file)
 
-            yield kept_open[file]
+            try:
+                yield kept_open[file]
+            except OSError:
+                # A new stream may work.
+                self._close_all({file: kept_open.pop(file)})
+                raise
+
+    def _until_readable(self, act: Callable[[], Answer]) -> Answer:
+        """Call `act` until it does not raise Unreadable, for `timeout_s` seconds in which nothing was read.
+
+        Each rank waits on its own, because ranks read different files. `storage.retry` is for ranks that act together.
+        """
+        if self.timeout_s is None:
+            return act()
+
+        printed = False
+        bytes_read = -1
+        began = 0.0
+        pause = retry.FIRST_PAUSE_S
+
+        while True:
+            try:
+                return act()
+            except Unreadable as problem:
+                if self._bytes_read != bytes_read:
+                    bytes_read, began, pause = self._bytes_read, time.monotonic(), retry.FIRST_PAUSE_S
+
+                left = began + self.timeout_s - time.monotonic()
+                if isinstance(problem, Forbidden) or left <= 0:
+                    raise unreadable_error(problem) from None
+
+                if not printed:
+                    text = f"{problem}; trying again for {self.timeout_s:g} s (checkpoint.timeout)"
+                    print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
+                    printed = True
+
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, retry.MAX_PAUSE_S)
+            self._beat()
 
     def _close_all(self, streams: dict[str, io.BufferedIOBase]) -> None:
-        # What was read is complete, whatever closing says.
+        # What was read is complete, even if closing fails.
         for stream in streams.values():
             with suppress(OSError):
                 stream.close()
@@ -173,7 +235,11 @@ class CheckpointReader:
 
     def _locate(self, name: str, piece: Piece) -> int:
         """Return the position of a piece of a tensor in its file. Raise Damaged if the file does not hold it."""
-        return locate(self.checkpoint, self._header(piece.file), name, piece, self.manifest.tensors[name].dtype)
+        if piece.file not in self._headers:
+            header = self._until_readable(lambda: read_header(self.checkpoint, piece.file))
+            self._headers[piece.file] = header
+
+        return locate(self.checkpoint, self._headers[piece.file], name, piece, self.manifest.tensors[name].dtype)
 
     def _entry(self, name: str) -> TensorEntry:
         """Return the entry of a tensor by any of its names. Raise KeyError if there is none."""
@@ -181,6 +247,17 @@ class CheckpointReader:
             return self.manifest.tensors[self.stored_name(name)]
         except KeyError:
             raise KeyError(f"the checkpoint {self.checkpoint.name} has no tensor {name!r}") from None
+
+
+def unreadable_error(problem: Unreadable, otherwise: str = "") -> UserError:
+    """Return the error for a checkpoint that may be intact, but cannot be read. `otherwise`: what else may help."""
+    # Waiting may bring back a file server, but no permission.
+    if isinstance(problem, Forbidden):
+        kind, fix = UserError, f"{retry.READ_FIX}, and try again"
+    else:
+        kind, fix = retry.StorageUnavailable, retry.fix_or_wait(retry.READ_FIX)
+
+    return kind(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), f"{fix}{otherwise}")
 
 
 def _torch_dtype(name: str) -> torch.dtype:

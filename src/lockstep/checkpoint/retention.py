@@ -43,23 +43,23 @@ def score(config: CheckpointConfig, metrics: Mapping[str, Any]) -> float | None:
     return value if config.best_mode == "max" else -value
 
 
-def steps_to_delete(metrics: Mapping[int, Mapping[str, Any]], config: CheckpointConfig) -> list[int]:
-    """Return the steps to delete, oldest first, and never the newest. `metrics`: of all checkpoints, by step."""
-    steps = sorted(metrics)
+def steps_to_delete(metrics_by_step: Mapping[int, Mapping[str, Any]], config: CheckpointConfig) -> list[int]:
+    """Return the steps to delete, oldest first, and never the newest. `metrics_by_step`: of all checkpoints."""
+    steps = sorted(metrics_by_step)
     kept = set(steps[-config.keep :])
 
     if config.keep_every:
         kept |= {step for step in steps if step % config.keep_every == 0}
 
-    best = best_step(metrics, config)
+    best = best_step(metrics_by_step, config)
     return [step for step in steps if step not in kept and step != best]
 
 
-def best_step(metrics: Mapping[int, Mapping[str, Any]], config: CheckpointConfig) -> int | None:
+def best_step(metrics_by_step: Mapping[int, Mapping[str, Any]], config: CheckpointConfig) -> int | None:
     """Return the step that is best by `config.best`, the newest of equals; None if no step can be compared."""
     scores = []
-    for step in metrics:
-        found = score(config, metrics[step])
+    for step in metrics_by_step:
+        found = score(config, metrics_by_step[step])
         if found is not None:
             scores.append((found, step))
 
@@ -73,11 +73,11 @@ def apply_retention(known: CheckpointMetrics, config: CheckpointConfig, token: s
     """Delete the checkpoints that `config` does not keep. Raise the errors of `CheckpointMetrics.by_step`."""
     # Metrics are read only if the best checkpoint is kept.
     if config.best:
-        metrics = known.by_step()
+        metrics_by_step = known.by_step()
     else:
-        metrics = {checkpoint.step: {} for checkpoint in list_checkpoints(known.storage)}
+        metrics_by_step = {checkpoint.step: {} for checkpoint in list_checkpoints(known.storage)}
 
-    for step in steps_to_delete(metrics, config):
+    for step in steps_to_delete(metrics_by_step, config):
         delete_checkpoint(known.storage, folder_name(step), token)
 
 
@@ -97,9 +97,9 @@ def best_checkpoint(known: CheckpointMetrics, config: CheckpointConfig) -> BestC
     if config.best is None:
         return None
 
-    metrics = known.by_step()
-    step = best_step(metrics, config)
+    metrics_by_step = known.by_step()
+    step = best_step(metrics_by_step, config)
     if step is None:
         return None
 
-    return BestCheckpoint(Checkpoint.of(known.storage, step), config.best, metrics[step][config.best])
+    return BestCheckpoint(Checkpoint.of(known.storage, step), config.best, metrics_by_step[step][config.best])

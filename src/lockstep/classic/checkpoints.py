@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
-from lockstep.checkpoint.loading.search import Readers, newest_valid
+from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import RankContents, SaveContext
+from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
@@ -187,7 +187,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
     saver = Saver(context, asynchronous=False)
     values = {"state": captured.json_state, "world": world_size}
-    save = saver.start(step, RankContents(shards, captured.aliases, values))
+    save = saver.start(step, RankContents(shards, ManifestValues(captured.aliases, values)))
     saver.close()
     if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)
@@ -320,7 +320,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
 
         # A save of the same step may have been killed when it was about to replace the checkpoint.
         put_back_replaced(storage)
-        reader = newest_valid(storage, Readers.alone(), only)
+        reader = newest_valid(storage, VerifyingRanks.alone(), only)
 
         if reader is None:
             raise UserError(

@@ -33,7 +33,8 @@ _REPLACED = ".replaced"
 _OF_ATTEMPT = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
 _CONFIRMATION = re.compile(r"rank-\d+\.json")
 _OBJECT = re.compile(
-    rf"([a-z0-9+]+|{CLASS_NAME})://[^\s:*?]+/step-\d{{8,18}}/rank-\d{{5,}}-[0-9a-f]{{16}}\.safetensors"
+    rf"([a-z0-9+]+|{CLASS_NAME})://[^\s:*?/]*(:\d+)?(/[^\s:*?/]*)*"
+    r"/step-\d{8,18}/rank-\d{5,}-[0-9a-f]{16}\.safetensors"
 )
 
 # How the last part of an attempt's name begins if the folder is an old checkpoint that is being deleted. Otherwise the

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.loading.search import Gather, Readers, newest_valid
+from lockstep.checkpoint.loading.search import Gather, VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import RankContents, SaveContext
+from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.state.encoding import pack, unpack
@@ -106,7 +106,11 @@ def commit(
     team = savers(storage, size)
     for rank, saver in enumerate(team):
         encoded = pack(dict(values or {"step": step}), "values", {})
-        saver.start(step, RankContents(shard(tensors or state(step), rank, size), aliases or {}, encoded), metrics)
+        saver.start(
+            step,
+            RankContents(shard(tensors or state(step), rank, size), ManifestValues(aliases or {}, encoded)),
+            metrics,
+        )
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()
@@ -119,7 +123,7 @@ def is_committed(save: Save) -> bool:
 
 
 def load(place: Path | CheckpointStorage) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
-    reader = newest_valid(as_storage(place), Readers.alone())
+    reader = newest_valid(as_storage(place), VerifyingRanks.alone())
     assert reader is not None
     return reader, {name: reader.read(name) for name in reader.names()}
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.export import read_weights
 from lockstep.checkpoint.loading import search
-from lockstep.checkpoint.loading.search import Readers, ReportedProblem, newest_valid
+from lockstep.checkpoint.loading.search import ReportedProblem, VerifyingRanks, newest_valid
 from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode_manifest
 from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
@@ -176,14 +176,14 @@ def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
 
 def test_exactly_one_checkpoint_can_be_asked_for(root):
     only = "step-00000010"
-    found = newest_valid(CheckpointStorage(root), Readers.alone(), only)
+    found = newest_valid(CheckpointStorage(root), VerifyingRanks.alone(), only)
     assert found is not None
     assert found.manifest.step == 10
     flip(root / only / file_name(1), 100)
     with pytest.raises(UserError, match=f"{file_name(1)}: the bytes changed"):
-        newest_valid(CheckpointStorage(root), Readers.alone(), only)
+        newest_valid(CheckpointStorage(root), VerifyingRanks.alone(), only)
     with pytest.raises(UserError, match="missing"):
-        newest_valid(CheckpointStorage(root), Readers.alone(), "step-00000011")
+        newest_valid(CheckpointStorage(root), VerifyingRanks.alone(), "step-00000011")
 
 
 def other_format(root: Path, step: int, version: int) -> None:
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, ag
     other_format(root, 20, version)
     for only in (None, "step-00000020"):
         with pytest.raises(UserError) as caught:
-            newest_valid(CheckpointStorage(root), Readers.alone(), only)
+            newest_valid(CheckpointStorage(root), VerifyingRanks.alone(), only)
         assert not isinstance(caught.value, StorageUnavailable)  # there is nothing to wait for
         assert caught.value.problem == f"the checkpoint {root}/step-00000020 was written by another version of Lockstep"
         why = f"format {version}, of {age} version of Lockstep; this version reads format 5"
@@ -222,7 +222,7 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
                     value = [[["damaged", "manifest.json", "cannot be read"]], value[1]]
                 return gather_all(value)
 
-        return newest_valid(CheckpointStorage(root), Readers(rank, 2, gather))
+        return newest_valid(CheckpointStorage(root), VerifyingRanks(rank, 2, gather))
 
     other_format(root, 20, 1)
     for found in together(2, seen_by):
@@ -243,7 +243,7 @@ def test_all_ranks_stop_if_one_of_them_cannot_read_its_share(root):
             return open_file(self, key)
 
     def search(rank: int, gather: Any) -> Any:
-        return newest_valid(Unmounted(root) if rank == 1 else CheckpointStorage(root), Readers(rank, 2, gather))
+        return newest_valid(Unmounted(root) if rank == 1 else CheckpointStorage(root), VerifyingRanks(rank, 2, gather))
 
     for answer in together(2, search):
         assert isinstance(answer, StorageUnavailable)
@@ -265,7 +265,7 @@ def test_all_ranks_stop_if_one_of_them_cannot_list_the_checkpoints(root, method)
     setattr(Unmounted, method, fail)
 
     def search(rank: int, gather: Any) -> Any:
-        return newest_valid(Unmounted(root) if rank == 1 else CheckpointStorage(root), Readers(rank, 2, gather))
+        return newest_valid(Unmounted(root) if rank == 1 else CheckpointStorage(root), VerifyingRanks(rank, 2, gather))
 
     for answer in together(2, search):
         assert isinstance(answer, StorageUnavailable)
@@ -274,7 +274,7 @@ def test_all_ranks_stop_if_one_of_them_cannot_list_the_checkpoints(root, method)
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path):
-    assert newest_valid(CheckpointStorage(tmp_path / "checkpoints"), Readers.alone()) is None
+    assert newest_valid(CheckpointStorage(tmp_path / "checkpoints"), VerifyingRanks.alone()) is None
 
 
 # ---- a run that is alive ----
@@ -290,7 +290,7 @@ def test_a_checkpoint_that_its_run_deletes_is_not_damaged(tmp_path):
             commit(root, 2, 2)
             delete_checkpoint(CheckpointStorage(root), "step-00000001", "token")
 
-    reader = newest_valid(CheckpointStorage(root), Readers.alone(commit_next))
+    reader = newest_valid(CheckpointStorage(root), VerifyingRanks.alone(commit_next))
     assert reader is not None
     assert (reader.checkpoint.name, reader.skipped) == ("step-00000002", [])
 
@@ -302,7 +302,7 @@ def test_a_damaged_checkpoint_is_still_skipped_if_the_one_before_it_is_deleted(r
     def delete() -> None:
         delete_checkpoint(CheckpointStorage(root), "step-00000015", "token")
 
-    found = newest_valid(CheckpointStorage(root), Readers.alone(delete))
+    found = newest_valid(CheckpointStorage(root), VerifyingRanks.alone(delete))
     assert found is not None
     assert found.checkpoint.name == "step-00000010"
     assert [damaged.checkpoint.name for damaged in found.skipped] == ["step-00000020"]
@@ -320,7 +320,7 @@ def test_a_run_that_deletes_all_checkpoints_in_time_is_named(tmp_path):
         delete_checkpoint(CheckpointStorage(root), f"step-{step - 1:08}", "token")
 
     with pytest.raises(UserError, match=r"is missing: it was deleted.*\n.*checkpoint.keep=10"):
-        newest_valid(CheckpointStorage(root), Readers.alone(commit_next))
+        newest_valid(CheckpointStorage(root), VerifyingRanks.alone(commit_next))
 
 
 def test_only_deletions_in_a_row_count(tmp_path, monkeypatch):
@@ -339,7 +339,7 @@ def test_only_deletions_in_a_row_count(tmp_path, monkeypatch):
             commit(storage, 40)
             delete_checkpoint(storage, "step-00000010", "token")
 
-    found = newest_valid(storage, Readers.alone(delete))
+    found = newest_valid(storage, VerifyingRanks.alone(delete))
     assert found is not None
     assert found.checkpoint.name == "step-00000040"
 
@@ -349,7 +349,7 @@ def test_one_checkpoint_that_was_chosen_and_deleted_is_missing(root):
         delete_checkpoint(CheckpointStorage(root), "step-00000010", "token")
 
     with pytest.raises(UserError, match=r"step-00000010 is missing: it was deleted"):
-        newest_valid(CheckpointStorage(root), Readers.alone(delete), "step-00000010")
+        newest_valid(CheckpointStorage(root), VerifyingRanks.alone(delete), "step-00000010")
 
     # As for an export.
     with pytest.raises(UserError, match=r"step-00000010 is missing: it was deleted"):
@@ -363,7 +363,9 @@ def test_one_checkpoint_that_was_chosen_and_deleted_is_missing(root):
 def test_all_ranks_come_to_the_same_answer(root, size):
     """Each rank reads only its files: only one of them can have seen the damage."""
     flip(root / "step-00000020" / file_name(1), 150)
-    answers = together(size, lambda rank, gather: newest_valid(CheckpointStorage(root), Readers(rank, size, gather)))
+    answers = together(
+        size, lambda rank, gather: newest_valid(CheckpointStorage(root), VerifyingRanks(rank, size, gather))
+    )
     for found in answers:
         assert found.manifest.step == 10
         assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [
@@ -374,20 +376,20 @@ def test_all_ranks_come_to_the_same_answer(root, size):
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
     monkeypatch.setattr("lockstep.checkpoint.verify.verify_file", lambda folder, file, beat: seen.append(file.name))
-    together(2, lambda rank, gather: newest_valid(CheckpointStorage(pristine), Readers(rank, 2, gather)))
+    together(2, lambda rank, gather: newest_valid(CheckpointStorage(pristine), VerifyingRanks(rank, 2, gather)))
     assert sorted(seen) == [file_name(0), file_name(1)]
 
 
 @pytest.mark.parametrize(("first", "second"), [("full", "empty"), ("empty", "full"), ("full", "claimed by another")])
 def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, monkeypatch, first, second):
-    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
     (tmp_path / "empty").mkdir()
     shutil.copytree(root, tmp_path / "claimed by another")
     shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
     claim(CheckpointStorage(tmp_path / "claimed by another"), "other")
     places = [tmp_path / {"full": "checkpoints"}.get(name, name) for name in (first, second)]
     for answer in together(
-        2, lambda rank, gather: newest_valid(CheckpointStorage(places[rank]), Readers(rank, 2, gather))
+        2, lambda rank, gather: newest_valid(CheckpointStorage(places[rank]), VerifyingRanks(rank, 2, gather))
     ):
         assert isinstance(answer, UserError)
         assert "share" in answer.fix
@@ -405,11 +407,11 @@ class StaleListing(CheckpointStorage):
 
 @pytest.mark.parametrize("stale_rank", [0, 1])
 def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stale_rank):
-    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
 
     def work(rank, gather):
         return newest_valid(
-            StaleListing(root) if rank == stale_rank else CheckpointStorage(root), Readers(rank, 2, gather)
+            StaleListing(root) if rank == stale_rank else CheckpointStorage(root), VerifyingRanks(rank, 2, gather)
         )
 
     assert [reader.checkpoint.name for reader in together(2, work)] == ["step-00000020"] * 2
@@ -421,7 +423,7 @@ def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode_manifest(manifest))
     answers = together(
-        2, lambda rank, gather: newest_valid(CheckpointStorage([root, other][rank]), Readers(rank, 2, gather))
+        2, lambda rank, gather: newest_valid(CheckpointStorage([root, other][rank]), VerifyingRanks(rank, 2, gather))
     )
     assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
 

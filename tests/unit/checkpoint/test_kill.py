@@ -33,7 +33,7 @@ from pathlib import Path
 from checkpoints import savers, shard, state
 from lockstep.config.sections import CheckpointConfig
 from lockstep.checkpoint.saving.outcome import Written
-from lockstep.checkpoint.saving.context import RankContents
+from lockstep.checkpoint.saving.context import ManifestValues, RankContents
 
 root = Path(sys.argv[2])
 for line in open(sys.argv[3]):
@@ -46,7 +46,7 @@ for line in open(sys.argv[3]):
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                saver.start(step, RankContents(shard(state(step), rank, 2), values={"step": step}))
+                saver.start(step, RankContents(shard(state(step), rank, 2), ManifestValues(values={"step": step})))
             coordinator, other = (saver.take_ended()[0].outcome for saver in team)
             assert not coordinator.warning
             assert isinstance(other, Written)

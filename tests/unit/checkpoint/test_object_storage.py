@@ -27,7 +27,7 @@ from test_run_in_memory import Dropped
 import lockstep
 from lockstep.checkpoint import command
 from lockstep.checkpoint.loading import search
-from lockstep.checkpoint.loading.search import Readers, newest_valid
+from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.storage import stores
@@ -38,7 +38,7 @@ from lockstep.checkpoint.storage.transitions import claim
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError
-from lockstep.run_folder.checkpoint_names import file_name
+from lockstep.run_folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
 from lockstep.testing import fail_at
 
 
@@ -368,7 +368,7 @@ def test_a_load_fetches_each_byte_twice_to_verify_it_and_to_read_it(
     [written] = RangeStore.objects.values()
 
     monkeypatch.setattr(Fetched, "requests", [])
-    reader = newest_valid(storage, Readers.alone())
+    reader = newest_valid(storage, VerifyingRanks.alone())
     assert reader is not None
     assert max(Fetched.requests) > len(written) - (1 << 20)  # digests are computed from large chunks
 
@@ -558,7 +558,7 @@ def test_an_object_that_cannot_be_read_is_not_called_damaged(
 
     commit(real_store, 1)
     opened = RealStore._open
-    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
     monkeypatch.setattr(RealStore, "_open", lambda self, path, **_: Broken(opened(self, path).read()))
     with pytest.raises(UserError, match="cannot be read: Reset: the store hung up"):
         load(real_store)
@@ -596,3 +596,10 @@ def test_a_url_that_cannot_work_is_refused_at_once(
     with pytest.raises(UserError, match=problem):
         lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"store": url})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("url", ["hdfs://namenode:8020/ckpt", "webhdfs://nn:9870/x", "sftp://host:22/ckpt", "s3://b"])
+def test_the_authority_of_a_url_may_have_a_port(url: str) -> None:
+    assert is_object_url(object_url(url, "run", folder_name(0), file_name(0)))
+    for bad in (f"{url}:1", url.replace("://", "://a:b:"), url.replace("://", "://x:y/")):
+        assert url == "s3://b" or not is_object_url(object_url(bad, "run", folder_name(0), file_name(0)))

@@ -21,10 +21,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint import reader as reader_module
+from lockstep.checkpoint.init_from import sources as sources_module
+from lockstep.checkpoint.loading import resume as resume_module
+from lockstep.checkpoint.loading import search as search_module
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode_manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import read_metrics
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -38,6 +43,7 @@ from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
+from lockstep.engine.setup import model as model_module
 from lockstep.engine.setup import run as run_setup
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.hangs.watchdog import STALL_S
@@ -377,6 +383,173 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_called_damaged_nor_passed_o
     lockstep.fit(Dropped(), run_dir=tmp_path, resume=str(tmp_path / "checkpoints" / "step-00000006"))
     names = {path.name for path in (tmp_path / "checkpoints").glob("step-00000012*")}
     assert names == {"step-00000012", "step-00000012.rewound"}
+
+
+class Moment:
+    """Lets errors occur after a checkpoint was found valid, while it is restored."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, times: int):
+        self.left = 0
+        open_file = CheckpointStorage.open
+
+        def refuse(storage: CheckpointStorage, key: str) -> Any:
+            if key.endswith(".safetensors") and self.left:
+                self.left -= 1
+                raise OSError(number, os.strerror(number), key)
+            return open_file(storage, key)
+
+        def wait(*arguments: Any) -> Any:
+            self.left = 0
+            reader = found(*arguments)
+            self.left = times
+            return reader
+
+        found = search_module.wait_for_newest_valid
+        for module in (resume_module, sources_module):
+            monkeypatch.setattr(module, "wait_for_newest_valid", wait)
+        monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(CheckpointStorage, "open", refuse)
+
+
+@pytest.mark.parametrize("start", ["resume", "init_from"])
+def test_a_restore_waits_for_storage_that_is_away_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: str
+) -> None:
+    """It was an error that is no UserError, and blamed `load_state_dict` or another version."""
+    lockstep.fit(Dropped(), run_dir=tmp_path / "a")
+    moment = Moment(monkeypatch, errno.ECONNRESET, times=3)
+    lockstep.fit(
+        Dropped(), run_dir=tmp_path / "b", steps=13, **{start: str(tmp_path / "a" / "checkpoints" / "step-00000012")}
+    )
+    assert moment.left == 0
+    assert "rank-00000.safetensors: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "times"), [(errno.EIO, 10**9), (errno.EACCES, 1)])
+def test_a_restore_gives_up_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path / "a")
+    moment = Moment(monkeypatch, number, times)
+    words = rf"step-00000012 cannot be read\n.*{os.strerror(number)}\n.*let this user"
+    with pytest.raises(UserError, match=words) as error:
+        lockstep.fit(Dropped(), run_dir=tmp_path / "b", resume=str(tmp_path / "a"), checkpoint={"timeout": 0.1})
+    assert not getattr(error.value, "__notes__", [])
+    assert times == 1 or moment.left < times - 2
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_restored_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path / "a")
+    Moment(monkeypatch, errno.ENOENT, times=1)
+    with pytest.raises(UserError, match=r"step-00000012 has changed while it was restored\n.*missing"):
+        lockstep.fit(Dropped(), run_dir=tmp_path / "b", resume=str(tmp_path / "a"))
+
+
+def test_a_restore_reads_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is broken is opened again."""
+    lockstep.fit(Dropped(), run_dir=tmp_path)
+    checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    expected = {name: reader.read(name) for name in reader.names()}
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    reader.timeout_s = 1.0
+    opened: list[Any] = []
+    open_file = CheckpointStorage.open
+
+    class Interrupted:
+        """Reads twice, then never again."""
+
+        def __init__(self, stream: Any):
+            self.stream = stream
+            self.left = 2
+
+        def seek(self, *arguments: int) -> int:
+            return self.stream.seek(*arguments)
+
+        def readinto(self, memory: Any) -> int:
+            if not self.left:
+                raise ConnectionResetError(errno.ECONNRESET, "reset")
+            self.left -= 1
+            return self.stream.readinto(memory)
+
+        def close(self) -> None:
+            self.stream.close()
+
+    def interrupted(self: CheckpointStorage, key: str) -> Any:
+        opened.append(Interrupted(open_file(self, key)))
+        return opened[-1]
+
+    for name in reader.names():
+        reader._locate(reader.stored_name(name), reader._entry(name).pieces[0])
+    monkeypatch.setattr(reader_module, "CHUNK", 16)
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(CheckpointStorage, "open", interrupted)
+    with reader.keeping_open():
+        found = {name: reader.read(name) for name in reader.names()}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(opened) > 2
+    assert all(stream.stream.closed for stream in opened)
+
+
+class Seen:
+    """A callback without state until the first step is done."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.steps.append(run.steps_done)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps} if self.steps else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = list(state.get("steps", ()))
+
+
+def test_a_rewind_restores_state_that_was_empty_at_the_save(tmp_path: Path) -> None:
+    """The steps that it undid were recorded twice."""
+    seen = Seen()
+    with fail_at(how="nan", step=4):
+        lockstep.fit(Dropped(), run_dir=tmp_path, steps=6, nonfinite={"policy": "rewind"}, callbacks=[seen])
+    assert seen.steps == [1, 2, 3, 4, 5, 6]
+    assert [e["event"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] in ("rewind", "warning")] == [
+        "rewind"
+    ]
+
+
+class GainedState(Dropped):
+    def state_dict(self) -> dict[str, Any]:
+        return {"beta": 1.0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["beta"] == 1.0
+
+
+def test_an_object_that_had_no_state_before_starts_from_the_beginning(tmp_path: Path) -> None:
+    """Its `load_state_dict` gets no empty state, unlike in a rewind."""
+    lockstep.fit(Dropped(), run_dir=tmp_path)
+    lockstep.fit(GainedState(), run_dir=tmp_path, steps=13, resume="auto")
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_checkpoints_that_cannot_be_listed_for_init_from_are_listed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
+    """The first error of rank 0 ended the run, and the other ranks waited for it."""
+    lockstep.fit(Dropped(), run_dir=tmp_path / "a")
+    errors = [OSError(errno.ESTALE, "Stale file handle")] * 2
+    listed = model_module.list_checkpoints
+
+    def fail_twice(storage: CheckpointStorage) -> Any:
+        if errors:
+            raise errors.pop()
+        return listed(storage)
+
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(model_module, "list_checkpoints", fail_twice)
+    lockstep.fit(Dropped(), run_dir=tmp_path / "b", steps=1, init_from=str(tmp_path / "a"), resume=resume)
+    assert not errors
 
 
 def test_nothing_is_added_to_checkpoints_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

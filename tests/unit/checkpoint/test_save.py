@@ -29,7 +29,7 @@ from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, enc
 from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import commit as committing
-from lockstep.checkpoint.saving.context import RankContents, SaveContext
+from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
@@ -221,7 +221,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     changed = threading.Event()
     monkeypatch.setattr(faults, "fire", lambda phase, step: changed.wait(60) and None)
     tensors, values = state(1), {"list": [1]}
-    saver.start(1, RankContents(shard(tensors, 0, 1), values=pack(values, "values", {})))
+    saver.start(1, RankContents(shard(tensors, 0, 1), ManifestValues(values=pack(values, "values", {}))))
     for tensor in tensors.values():
         tensor.zero_()
     values["list"].append(2)

@@ -131,7 +131,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
 
         renamed[name] = original
 
-    # A pattern without effect is a typing error, most likely.
+    # A pattern without effect is a typo, most likely.
     idle = [pattern for pattern in settings.rename if pattern not in used]
     if idle:
         raise UserError(

@@ -112,10 +112,10 @@ class Resumer:
 
             self.log_event("warning", reason=text)
 
-    def load(self, reader: CheckpointReader) -> Resumed:
+    def load(self, reader: CheckpointReader, rewinds: bool = False) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective.
 
-        Record its step, so that later saves know it.
+        Record its step, so that later saves know it. `rewinds`: whether this process has trained before.
         """
         check_values(reader, *RUN_VALUES)
         values = reader.manifest.values
@@ -123,7 +123,7 @@ class Resumer:
         # Check the settings before anything is changed.
         changed_settings = config_changes(values["config"], self.config)
         self._check_fixed(changed_settings)
-        other_changes = self.state.restore(reader, values, changed_settings)
+        other_changes = self.state.restore(reader, values, changed_settings, rewinds)
         step = reader.manifest.step
 
         # --resume may name a checkpoint of this run that was set aside, which the run does not keep.

@@ -91,13 +91,17 @@ class Rewinder:
         assert span is not None
         skipped_spans = [*self._source.skipped_spans, span]
 
-        resumed = self._resumer.load(reader)
+        resumed = self._resumer.load(reader, rewinds=True)
         for skipped_span in skipped_spans:
             self._source.skip(skipped_span)
 
         start, stop = span
         skipped = f"{plural(stop - start, 'sample')} at positions {start} to {stop - 1}"
         self._log_event("rewind", step=result.step + 1, to=resumed.step, reason=result.skip_reason, skipped=skipped)
+
+        # The checkpoint may be of an earlier attempt, with other objects.
+        for change in resumed.other_changes:
+            self._log_event("warning", reason=f"the rewind did not restore everything: {change}")
 
     def _count(self, result: StepResult, to: int) -> None:
         """Count a rewind to the checkpoint of step `to`, and raise if there were too many without a new one."""

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
-from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.reader import CheckpointReader, unreadable_error
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.retry import READ_FIX, Gather, StorageUnavailable, or_wait, retry, run_on_all_ranks
+from lockstep.checkpoint.storage.retry import Gather, retry, run_on_all_ranks
 from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
@@ -28,14 +28,14 @@ MAX_INVALID = 50
 MAX_GONE = 10
 
 # How many times ranks look at the folder before they conclude that their disks are separate, and the pause between two
-# looks. NFS may show a directory as it was up to a minute ago.
-LOOKS = 14
-LOOK_PAUSE_S = 5.0
+# attempts. NFS may show a directory as it was up to a minute ago.
+ATTEMPTS = 14
+ATTEMPT_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Readers:
-    """The ranks that look for a checkpoint together, from the point of view of one rank."""
+class VerifyingRanks:
+    """The ranks that look for a checkpoint and verify it together, from the point of view of one rank."""
 
     rank: int
     world_size: int
@@ -43,13 +43,13 @@ class Readers:
     beat: Callable[[], None] = lambda: None  # called after each chunk that is read
 
     @classmethod
-    def of(cls, runtime: Runtime) -> Readers:
+    def of(cls, runtime: Runtime) -> VerifyingRanks:
         """Return all ranks of a run. The heartbeat shows that they advance."""
         world = runtime.world
         return cls(world.rank, world.size, runtime.collectives.all_gather_json, runtime.heartbeat.keep_alive)
 
     @classmethod
-    def alone(cls, beat: Callable[[], None] = lambda: None) -> Readers:
+    def alone(cls, beat: Callable[[], None] = lambda: None) -> VerifyingRanks:
         """Return this process alone, which asks no other rank."""
         return cls(0, 1, lambda value: [value], beat)
 
@@ -67,12 +67,16 @@ def wait_for_newest_valid(
 ) -> CheckpointReader | None:
     """Call `newest_valid` until all files can be read, for `timeout_s` seconds; then let StorageUnavailable pass.
 
-    Collective.
+    The reader waits as long. Collective.
     """
-    return retry(partial(newest_valid, storage, Readers.of(runtime), only), runtime, timeout_s)
+    reader = retry(partial(newest_valid, storage, VerifyingRanks.of(runtime), only), runtime, timeout_s)
+    if reader is not None:
+        reader.timeout_s = timeout_s
+
+    return reader
 
 
-def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None = None) -> CheckpointReader | None:
+def newest_valid(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | None = None) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
@@ -82,25 +86,25 @@ def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None 
     newest that is not damaged was written by another version of Lockstep.
     """
     # The newest checkpoint comes first.
-    names = _agreed_names(storage, readers.gather, only)
+    names = _agreed_names(storage, ranks.gather, only)
     damaged: dict[str, Damaged] = {}
     gone = 0
 
     while remaining := [name for name in names if name not in damaged]:
         checkpoint = Checkpoint(storage, remaining[0])
-        manifest, problems = _verify_together(checkpoint, readers)
+        manifest, problems = _verify_together(checkpoint, ranks)
         if manifest is not None and not problems:
             newer = names[: names.index(checkpoint.name)]
-            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], readers.beat)
+            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], ranks.beat)
 
         # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
-        _, exists = run_on_all_ranks(readers.gather, checkpoint.exists, _cannot_list(storage))
-        if not exists[0]:
+        exists = run_on_all_ranks(ranks.gather, checkpoint.exists, _cannot_list(storage))
+        if not exists.by_rank[0]:
             gone += 1
             if only or gone == MAX_GONE:
                 raise deleted(checkpoint)
 
-            names = _agreed_names(storage, readers.gather, only)
+            names = _agreed_names(storage, ranks.gather, only)
             continue
 
         # Only a damaged checkpoint is lost. If this one is not, an older checkpoint would lose progress.
@@ -126,11 +130,11 @@ def newest_valid(storage: CheckpointStorage, readers: Readers, only: str | None 
     return None
 
 
-def _verify_together(checkpoint: Checkpoint, readers: Readers) -> tuple[Manifest | None, list[ReportedProblem]]:
+def _verify_together(checkpoint: Checkpoint, ranks: VerifyingRanks) -> tuple[Manifest | None, list[ReportedProblem]]:
     """Verify this rank's share of the files. Return the manifest, and the problems that any rank has found."""
-    manifest, problems = verify_checkpoint(checkpoint, readers.rank, readers.world_size, readers.beat)
+    manifest, problems = verify_checkpoint(checkpoint, ranks.rank, ranks.world_size, ranks.beat)
     found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
-    results = readers.gather([found, manifest.digest if manifest else None])
+    results = ranks.gather([found, manifest.digest if manifest else None])
 
     # Each problem once, in the same order on every rank.
     found_by_any = sorted({ReportedProblem(*fields) for rank_problems, _ in results for fields in rank_problems})
@@ -153,25 +157,25 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
 
     All ranks raise StorageUnavailable if any of them cannot look.
     """
-    look = partial(run_on_all_ranks, gather, problem=_cannot_list(storage))
-    looks = 0
+    ask_all = partial(run_on_all_ranks, gather, problem=_cannot_list(storage))
+    attempts = 0
     while True:
         # This is also a barrier: rank 0 has claimed the folder before.
-        listed, lists = look(partial(_names, storage, only))
-        names = lists[0]
+        listed = ask_all(partial(_names, storage, only))
+        names = listed.by_rank[0]
 
-        _, seen = look(partial(_seen_here, storage, names, listed))
+        seen = ask_all(partial(_seen_here, storage, names, listed.here)).by_rank
         differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
 
         if not differing:
             return names
 
         # A rank may have an old listing of the directory. All ranks know what each has seen, so all of them look again.
-        looks += 1
-        if looks == LOOKS:
+        attempts += 1
+        if attempts == ATTEMPTS:
             raise _not_shared(f"rank {differing[0]} finds different files there than rank 0")
 
-        time.sleep(LOOK_PAUSE_S)
+        time.sleep(ATTEMPT_PAUSE_S)
 
 
 def _cannot_list(storage: CheckpointStorage) -> str:
@@ -203,18 +207,15 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
 
 def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
     """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
-    # Waiting may bring back a file server, but neither a permission nor another version of Lockstep.
-    if isinstance(problem, Forbidden):
-        kind, fix = UserError, f"{READ_FIX}, and try again"
-    elif isinstance(problem, Unreadable):
-        kind, fix = StorageUnavailable, or_wait(READ_FIX)
-    else:
-        kind, fix = UserError, "use the version of Lockstep that wrote it, or choose another one: lockstep ckpt ls RUN"
-
+    otherwise = ""
     if older:
-        fix += f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
+        otherwise = f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
 
-    return kind(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), fix)
+    if isinstance(problem, Unreadable):
+        return unreadable_error(problem, otherwise)
+
+    fix = "use the version of Lockstep that wrote it, or choose another one: lockstep ckpt ls RUN"
+    return UserError(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), f"{fix}{otherwise}")
 
 
 def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:

@@ -49,12 +49,7 @@ def commit(
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
 
-    # If the file of the metrics is lost, the manifest shows that there was one.
-    aliases, values = manifest_values
-    if metrics:
-        values = {**values, "has_metrics": True}
-
-    manifest = _manifest(draft.step, confirmations, ManifestValues(aliases, values))
+    manifest = _manifest(draft.step, confirmations, manifest_values, has_metrics=bool(metrics))
     encoded = encode_manifest(manifest)
 
     # Check that the manifest can be loaded.
@@ -78,7 +73,7 @@ def commit(
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
     warning = _rename(draft)
-    context.metrics.add(draft.step, metrics)
+    context.metrics_cache.add(draft.step, metrics)
     checkpoint = Checkpoint.of(storage, draft.step)
     return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
@@ -133,7 +128,9 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
         pause = min(pause * 1.5, 0.25)
 
 
-def _manifest(step: int, confirmations: list[Confirmation], manifest_values: ManifestValues) -> Manifest:
+def _manifest(
+    step: int, confirmations: list[Confirmation], manifest_values: ManifestValues, has_metrics: bool
+) -> Manifest:
     """Return the manifest of all ranks' files, as the ranks have confirmed them."""
     # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
     tensors: dict[str, TensorEntry] = {}
@@ -147,6 +144,11 @@ def _manifest(step: int, confirmations: list[Confirmation], manifest_values: Man
 
             pieces.setdefault(name, []).extend(entry.pieces)
 
+    # If the file of the metrics is lost, the manifest shows that there was one.
+    values = dict(manifest_values.values)
+    if has_metrics:
+        values["has_metrics"] = True
+
     return Manifest(
         step=step,
         time=time.time(),
@@ -154,7 +156,7 @@ def _manifest(step: int, confirmations: list[Confirmation], manifest_values: Man
         files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
         tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
         aliases=dict(manifest_values.aliases),
-        values=dict(manifest_values.values),
+        values=values,
     )
 
 
@@ -182,7 +184,7 @@ def delete_old(context: SaveContext) -> str:
 
         # Retention does not count replaced checkpoints, so a step that is saved again and again would fill the disk.
         delete_replaced(context.storage, context.token)
-        apply_retention(context.metrics, context.checkpoint_config, context.token)
+        apply_retention(context.metrics_cache, context.checkpoint_config, context.token)
         if failed is not None:
             raise failed
     except (OSError, SaveError) as error:

@@ -28,11 +28,11 @@ class SaveContext:
     on_commit: Callable[[], None] = lambda: None
 
     # The metrics of the committed checkpoints, which `apply_retention` compares.
-    metrics: CheckpointMetrics = field(init=False)
+    metrics_cache: CheckpointMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.token.isalnum(), self.token  # it becomes part of a folder's name
-        self.metrics = CheckpointMetrics(self.storage)
+        self.metrics_cache = CheckpointMetrics(self.storage)
 
     def check_owner(self) -> None:
         """Raise SaveError unless this attempt still owns the checkpoints."""
@@ -43,30 +43,24 @@ class SaveContext:
             raise SaveError(taken_over if owner else "no attempt owns the checkpoints: the file `owner` is gone")
 
 
-class RankContents(NamedTuple):
-    """What one rank writes to a checkpoint. Nothing is copied yet. Only rank 0's `aliases` and `values` are used."""
-
-    # The shards that this rank writes, by tensor name.
-    shards: Mapping[str, LocalShard]
-
-    # As in `ManifestValues`.
-    aliases: Mapping[str, str] = {}
-    values: Mapping[str, Any] = {}
-
-    # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
-    copy_later: Collection[str] = ()
-
-    @property
-    def manifest_values(self) -> ManifestValues:
-        """What rank 0 writes to the manifest besides the tensors."""
-        return ManifestValues(self.aliases, self.values)
-
-
 class ManifestValues(NamedTuple):
     """What a manifest holds besides the files and their tensors. It must not change while a thread writes it."""
 
     # For tied tensors: other name -> name among the shards.
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str] = {}
 
     # Everything else, encoded by `encoding.pack`.
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = {}
+
+
+class RankContents(NamedTuple):
+    """What one rank writes to a checkpoint. Nothing is copied yet."""
+
+    # The shards that this rank writes, by tensor name.
+    shards: Mapping[str, LocalShard]
+
+    # What rank 0 writes to the manifest besides the tensors; other ranks' are not used.
+    manifest_values: ManifestValues = ManifestValues()
+
+    # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
+    copy_later: Collection[str] = ()

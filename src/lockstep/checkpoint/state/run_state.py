@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import RankContents
+from lockstep.checkpoint.saving.context import ManifestValues, RankContents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.loop_state import LoopState
@@ -55,17 +56,6 @@ class CapturedState(NamedTuple):
 
     # What the state_dict() of each stateful object returned. `json_state` and `tensors` encode it.
     states: dict[str, Any]
-
-
-class _Parts(NamedTuple):
-    """The parts of a run's state that have tensors, with the JSON that belongs to these."""
-
-    tensors: dict[str, CapturedTensor]
-    aliases: dict[str, str]
-    model: JsonDict  # without digests
-    optimizers: list[JsonDict]
-    states: dict[str, Any]  # of the stateful objects
-    encoded_states: JsonDict
 
 
 class RunState:
@@ -135,7 +125,8 @@ class RunState:
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
 
         later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
-        return RankContents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
+        manifest_values = ManifestValues(captured.aliases, values)
+        return RankContents(self.shards_of(captured.tensors, runtime), manifest_values, later)
 
     def shards_of(self, tensors: dict[str, CapturedTensor], runtime: Runtime) -> dict[str, LocalShard]:
         """Return what this rank writes of the tensors that all ranks have captured. Collective."""
@@ -167,34 +158,13 @@ class RunState:
             if len({by_name[name] for by_name in digests}) > 1:
                 log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def capture(self) -> CapturedState:
+    def capture(self, digests: bool = True) -> CapturedState:
         """Return the state of the run, without the state of the loop.
 
-        Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
+        `digests`: whether to compute the digests in the JSON state, which take time.
+        Collective if the `state_dict` of the data source is, and with `digests` also under fsdp with
+        checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        parts = self._capture_parts()
-
-        # Between two steps, the state of the stepper is a few counters, without tensors.
-        stepper_tensors: dict[str, Tensor] = {}
-        stepper = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
-        assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
-
-        # The keys are part of the file format (see CONTRIBUTING).
-        json_state = {
-            "model": {**parts.model, "frozen_digests": self._model_state.frozen_digests()},
-            "optimizers": parts.optimizers,
-            "stateful": parts.encoded_states,
-            "required": sorted(name for name in self.registered.required if parts.states[name]),
-            "upcoming": digest_of_upcoming(self.source),
-            "stepper": stepper,
-        }
-        return CapturedState(parts.tensors, parts.aliases, json_state, parts.states)
-
-    def capture_tensors(self) -> dict[str, CapturedTensor]:
-        """Return all tensors, without computing digests. Collective if the `state_dict` of the data source is."""
-        return self._capture_parts().tensors
-
-    def _capture_parts(self) -> _Parts:
         tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
         optimizers = self._optimizer_states.capture(tensors)
@@ -204,7 +174,25 @@ class RunState:
         stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
         encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
-        return _Parts(tensors, aliases, model, optimizers, states, encoded)
+
+        # Between two steps, the state of the stepper is a few counters, without tensors.
+        stepper_tensors: dict[str, Tensor] = {}
+        stepper = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+        assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
+
+        # The keys are part of the file format (see CONTRIBUTING).
+        json_state = {
+            "model": model,
+            "optimizers": optimizers,
+            "stateful": encoded,
+            "required": sorted(name for name in self.registered.required if states[name]),
+            "stepper": stepper,
+        }
+        if digests:
+            json_state["model"] = {**model, "frozen_digests": self._model_state.frozen_digests()}
+            json_state["upcoming"] = digest_of_upcoming(self.source)
+
+        return CapturedState(tensors, aliases, json_state, states)
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and stateful objects, and an estimate for the optimizers, which allocate later."""
@@ -227,21 +215,28 @@ class RunState:
     # ---- restoring ----
 
     def restore(
-        self, reader: CheckpointReader, values: Mapping[str, Any], changed_settings: Sequence[Change] = ()
+        self,
+        reader: CheckpointReader,
+        values: Mapping[str, Any],
+        changed_settings: Sequence[Change] = (),
+        rewinds: bool = False,
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
         Raise a UserError if a different run was saved. `values`: the values of the manifest.
+        `rewinds`: whether this process has trained before, so that its objects may have state that must go.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
         check_values(reader, "state")
         with _noted(reader), reader.keeping_open():
-            changes = self._restore(reader, values["state"], changed_settings)
+            changes = self._restore(reader, values["state"], changed_settings, rewinds)
             self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))
 
         return changes
 
-    def _restore(self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change]) -> list[str]:
+    def _restore(
+        self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change], rewinds: bool
+    ) -> list[str]:
         self._check_required(json_state)
 
         # The model first: it checks that the checkpoint is of this model before anything is changed.
@@ -262,7 +257,7 @@ class RunState:
         for name, stateful in self.registered.per_parameter.items():
             changes += restore_parameter_tensors(name, stateful, reader)
 
-        changes += self._restore_registered(states)
+        changes += self._restore_registered(states, rewinds)
         return changes + self._unused(states, reader)
 
     def _check_required(self, json_state: JsonDict) -> None:
@@ -282,7 +277,7 @@ class RunState:
                 "pass the callbacks that the run had, by the same names; or start a new run from the exported weights",
             )
 
-    def _restore_registered(self, states: JsonDict) -> list[str]:
+    def _restore_registered(self, states: JsonDict, rewinds: bool) -> list[str]:
         """Restore what is registered. Return descriptions of the objects that gained or lost state."""
         changed = []
         for name, stateful in self.registered.items():
@@ -293,8 +288,12 @@ class RunState:
             if saved:
                 changed += optional_members(stateful).changes_since(saved)
                 stateful.load_state_dict(saved)
-                if not current:
+                if not current and not rewinds:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
+            elif current and rewinds and name in states:
+                # Its state was empty at the save. At a start, the user's code had none for it then, and its
+                # `load_state_dict` may expect some.
+                stateful.load_state_dict({})
             elif current:
                 changed.append(f"{name}: has no state in the checkpoint, and starts from the beginning")
 
@@ -336,10 +335,16 @@ def _noted(reader: CheckpointReader) -> Iterator[None]:
     """Add to an error which checkpoint was being restored.
 
     The digest of the checkpoint is valid. So the error comes from the `load_state_dict` of an object, or from values
-    that another version has saved.
+    that another version has saved, unless a file has changed since, or was deleted.
     """
     try:
         yield
+    except InvalidCheckpoint as problem:
+        raise UserError(
+            f"the checkpoint {reader.checkpoint.path} has changed while it was restored",
+            str(problem),
+            "resume again, which verifies it and chooses another one if necessary",
+        ) from None
     except Exception as error:
         if not isinstance(error, UserError):
             wrote = f"version {reader.manifest.lockstep} of Lockstep has written"

@@ -36,9 +36,8 @@ class Stateful(Protocol):
 class PerParameter(Stateful, Protocol):
     """A stateful object that also has a tensor for each parameter, sharded like the parameter: averages, for example.
 
-    The tensors are saved as NAME.PARAMETER, and restored in place before `load_state_dict` is called. By default a save
-    copies them while training waits. An object may also have an attribute `copy_later`: if it is true, its tensors are
-    copied later, and must change only after `Update.wait_for_copy`.
+    The tensors are saved as NAME.PARAMETER, and restored in place before `load_state_dict` is called. A save copies
+    them while training waits, unless the object has `copy_later` (see `OptionalMembers`).
     """
 
     # The tensors that this rank holds, by the name of the parameter. They exist from the start, and are never replaced.
@@ -51,7 +50,7 @@ class PerParameter(Stateful, Protocol):
 def is_per_parameter(stateful: object) -> TypeGuard[PerParameter]:
     """Return whether an object has a tensor for each parameter."""
     # Not `isinstance` with a protocol that is checked at runtime: from Python 3.12 on it does not see the members that
-    # a wrapper has through `__getattr__`, and their tensors would be lost without a word.
+    # a wrapper has through `__getattr__`, and their tensors would be silently lost.
     return hasattr(stateful, "parameter_tensors")
 
 
@@ -64,12 +63,17 @@ class OptionalMembers(NamedTuple):
     # changes_since(state) lists what the user's code has changed since `state` was saved.
     changes_since: Callable[[dict[str, Any]], list[str]]
 
+    # Of a `PerParameter`: whether its tensors change only after `Update.wait_for_copy`, so that a save may copy them
+    # while training continues.
+    copy_later: bool
+
 
 def optional_members(stateful: object) -> OptionalMembers:
     """Return the optional members of a stateful object."""
     return OptionalMembers(
         read_shard=getattr(stateful, "read_shard", None),
         changes_since=getattr(stateful, "changes_since", None) or (lambda state: []),
+        copy_later=getattr(stateful, "copy_later", False),
     )
 
 
@@ -137,8 +141,7 @@ class RegisteredState(dict[str, Stateful]):
 
 def capture_parameter_tensors(name: str, stateful: PerParameter) -> dict[str, CapturedTensor]:
     """Return the tensors that the object called `name` has for parameters, under the names that a checkpoint uses."""
-    # Few objects have this attribute, so the protocol does not ask for it.
-    copy_later = getattr(stateful, "copy_later", False)
+    copy_later = optional_members(stateful).copy_later
     return {
         f"{name}.{parameter}": CapturedTensor(tensor, parameter=parameter, copy_later=copy_later)
         for parameter, tensor in stateful.parameter_tensors.items()

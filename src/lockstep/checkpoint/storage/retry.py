@@ -6,7 +6,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lockstep.errors import UserError, printable
 
@@ -39,18 +39,20 @@ class StorageUnavailable(UserError):
     """
 
 
-def retry_on_rank0(runtime: Runtime, timeout_s: float, act: Callable[[], Any], problem: str) -> Any:
+def retry_on_rank0(
+    runtime: Runtime, timeout_s: float, act: Callable[[], Any], problem: str, fix: str = WRITE_FIX
+) -> Any:
     """Run `act` on rank 0 until no OSError stops it, and return its result, plain JSON, on every rank. Collective.
 
     After `timeout_s` seconds all ranks raise StorageUnavailable; if waiting does not help, a UserError at once. `act`
-    may be called again after it has done a part of its work. `problem`: the first sentence of the error.
+    may be called again after it has done a part of its work. For the message,
+    `problem` is its first sentence, and `fix` is what to do about it.
     """
     gather = runtime.collectives.all_gather_json
 
     # The other ranks have nothing to do, and get rank 0's result.
     act_here = act if runtime.is_main else lambda: None
-    _, answers = retry(lambda: run_on_all_ranks(gather, act_here, problem, WRITE_FIX), runtime, timeout_s)
-    return answers[0]
+    return retry(lambda: run_on_all_ranks(gather, act_here, problem, fix), runtime, timeout_s).by_rank[0]
 
 
 def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
@@ -80,44 +82,49 @@ def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answ
         runtime.heartbeat.keep_alive()
 
 
-def run_on_all_ranks(
-    gather: Gather, act: Callable[[], Any], problem: str, fix: str = READ_FIX
-) -> tuple[Any, list[Any]]:
-    """Return what `act` returns on this rank, and on all ranks. Collective.
+class Answers(NamedTuple):
+    """What a function has returned on this rank, and on all ranks."""
+
+    here: Any
+    by_rank: list[Any]
+
+
+def run_on_all_ranks(gather: Gather, act: Callable[[], Any], problem: str, fix: str = READ_FIX) -> Answers:
+    """Call `act` on all ranks. Collective.
 
     All ranks raise StorageUnavailable if one of them has an OSError, or a UserError if waiting does not help. For the
     message, `problem` is its first sentence, and `fix` is what to do about it.
     """
     found = None
     failed = None
-    number = None
+    failed_errno = None
     try:
         found = act()
     except OSError as error:
         failed = str(error)
-        number = error.errno
+        failed_errno = error.errno
 
     # A rank that fails takes part as well: the others would wait for it.
-    answers = gather([found, failed, number])
+    answers = gather([found, failed, failed_errno])
     failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(answers) if why]
     if failures:
-        numbers = {number for _, _, number in answers}
-        raise _not_done(problem, "; ".join(failures), fix, numbers)
+        errnos = {number for _, _, number in answers}
+        raise _storage_error(problem, "; ".join(failures), fix, errnos)
 
-    return found, [answer for answer, _, _ in answers]
+    return Answers(found, [answer for answer, _, _ in answers])
 
 
-def _not_done(problem: str, found: str, fix: str, numbers: set[int | None]) -> UserError:
-    """Return the error for an OSError with one of these numbers: StorageUnavailable if waiting may help."""
-    if numbers.intersection(NO_ROOM):
+def _storage_error(problem: str, found: str, fix: str, errnos: set[int | None]) -> UserError:
+    """Return the error for OSErrors with these numbers: StorageUnavailable if waiting may help."""
+    if errnos.intersection(NO_ROOM):
         return UserError(problem, found, "make room there, and try again")
 
-    if numbers.intersection(NO_RIGHT):
+    if errnos.intersection(NO_RIGHT):
         return UserError(problem, found, f"{fix}, and try again")
 
-    return StorageUnavailable(problem, found, or_wait(fix))
+    return StorageUnavailable(problem, found, fix_or_wait(fix))
 
 
-def or_wait(fix: str) -> str:
+def fix_or_wait(fix: str) -> str:
     """Return the advice for files that cannot be read or written now: `fix`, unless waiting helps."""
     return f"{fix}, or wait until the file server or the object store is back, and try again"

@@ -76,7 +76,8 @@ def update_latest(storage: CheckpointStorage) -> None:
 def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "rewound"]) -> str:
     """Rename a checkpoint to `step-N.damaged` or `step-N.rewound`, so that it is ignored, but not lost.
 
-    Return its new name. Call `update_latest` after it.
+    Return its new name. `latest` may still name it until the load that follows calls `set_aside_later`. It is not
+    updated here: if that failed, a second call could not rename the checkpoint again.
     """
     target = name_aside(name, suffix, storage.folders())
     _rename(storage, name, target)

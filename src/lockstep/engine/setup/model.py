@@ -11,6 +11,7 @@ from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_w
 from lockstep.checkpoint.state.tensor_names import frozen_names
 from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import READ_FIX, retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
@@ -50,8 +51,10 @@ def initial_weights(
 
     # None reads all weights. If the run resumes, its checkpoint replaces them, except frozen ones that it leaves out.
     only = None
-    has_checkpoint = runtime.collectives.run_on_rank0(
-        lambda: bool(list_checkpoints(CheckpointStorage.of_run(folder.path)))
+    storage = CheckpointStorage.of_run(folder.path)
+    problem = f"the checkpoints in {storage.root} cannot be listed"
+    has_checkpoint = retry_on_rank0(
+        runtime, config.checkpoint.timeout, lambda: bool(list_checkpoints(storage)), problem, READ_FIX
     )
     if folder.start_from.will_load(has_checkpoint):
         only = set() if config.checkpoint.frozen else frozen_names(driver.model)
