@@ -54,14 +54,14 @@ class Watchdog:
 
         # The beats of all ranks at the last stall, and the time from which a stall is shown again.
         self._beats_at_stall: dict[int, int] = {}
-        self._quiet_until = -math.inf
+        self._show_no_stall_until = -math.inf
 
         # Start of the current unbroken watch, and time of the last look.
         self._watched_since = -math.inf
         self._last_look = -math.inf
 
         # No suspicion before this time: some rank was found compiling, or saving.
-        self._quiet_until = -math.inf
+        self._busy_until = -math.inf
 
         # Rank -> when it was first seen halted.
         self._halted: dict[int, float] = {}
@@ -122,7 +122,7 @@ class Watchdog:
         # Every look judges anew.
         self.forget_answers()
         self._suspicion = None
-        if now >= self._quiet_until:
+        if now >= self._busy_until:
             self._suspicion = suspect(aged, self._config, hangs) or self._stall(aged, hangs)
 
         return self._suspicion
@@ -182,10 +182,10 @@ class Watchdog:
             return None
 
         # Each step of a slow program may look like a stall.
-        if self._last_look < self._quiet_until:
+        if self._last_look < self._show_no_stall_until:
             return None
 
-        self._quiet_until = self._last_look + STALL_PAUSE_S
+        self._show_no_stall_until = self._last_look + STALL_PAUSE_S
         where = explain(suspicion, self._evidence(suspicion)).traceback.splitlines()
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
@@ -215,7 +215,7 @@ class Watchdog:
 
         saves = saves_may_take_long and any(view.phase_info.saves for view in suspicion.views.values())
         if saves or self._is_compiling(suspicion):
-            self._quiet_until = self._last_look + BUSY_S
+            self._busy_until = self._last_look + BUSY_S
             return None
 
         # Within their timeouts ranks may just be slow, unless they wait for each other in different collectives.

@@ -382,6 +382,18 @@ def test_within_the_limits_ranks_are_only_asked_where_they_are():
     assert watch.take_stall_report() is None
 
 
+def test_a_stall_that_was_shown_does_not_put_off_the_timeout():
+    watch = Watchdog(HangConfig())
+    views = [view(0, "all-reduce", 45.0), view(1, "compute", 45.0, state="R")]
+    assert stall(watch, views).kind == "stall"
+    assert watch.take_stall_report()
+    kinds = []
+    for second in range(46, 65):
+        suspicion = look(watch, [replace(seen, age=float(second)) for seen in views], now=second)
+        kinds.append(suspicion and suspicion.kind)
+    assert kinds[-1] == "timeout"
+
+
 def test_later_stalls_are_shown_but_not_each_step_of_a_slow_program():
     watch = Watchdog(HangConfig())
     shown = []
