@@ -110,7 +110,7 @@ class FailureHandler:
         state = self._state
         if not isinstance(state.decided, End | EndPreempted):
             state.decided = if_none_can_start(problem, self._situation(now))
-            again = "started" if state.last_attempt is None else "restarted"
+            again = "started" if state.last_attempt_number is None else "restarted"
             state.outbox.announce(f"not {again}: {problem}. {state.how_to_resume}")
 
         self._next_attempt.end_if_decided()
@@ -170,11 +170,11 @@ class FailureHandler:
 
     def _ends_attempt(self, loss: Failure) -> bool:
         """Return whether ranks still ran on the node that is lost."""
-        attempt = self._state.running
+        attempt = self._state.active_attempt
         if attempt is None or loss.node is None:
             return False
 
-        return bool(attempt.running.intersection(attempt.ranks_on(loss.node)))
+        return bool(attempt.running_ranks.intersection(attempt.ranks_on(loss.node)))
 
     def _go_on_without(self, loss: Failure, now: float) -> None:
         """Announce the loss of a node on which no rank ran. It matters only if too few remain for the next attempt."""
@@ -230,10 +230,10 @@ class FailureHandler:
     def announce(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
         # Only ranks that run can end because of it.
-        attempt = self._state.running
+        attempt = self._state.active_attempt
         others = attempt.count_ended_by(failure) if attempt is not None else 0
 
-        self._state.outbox.announce_failure(failure, self._state.last_attempt, others, what_follows)
+        self._state.outbox.announce_failure(failure, self._state.last_attempt_number, others, what_follows)
 
     # ---- the end of all ranks ----
 

@@ -44,12 +44,12 @@ class HangCheck:
         state = self._state
 
         # After a failure the other ranks stall. That is not a hang, and the failure will be announced soon.
-        attempt = state.running_well
+        attempt = state.healthy_attempt
         if attempt is None:
             return
 
         # Ranks that were asked to save before any of them has ended a step may still compile for long.
-        if state.status is JobStatus.SAVE_AND_EXIT and attempt.watchdog.nothing_to_save(attempt.running):
+        if state.status is JobStatus.SAVE_AND_EXIT and attempt.watchdog.nothing_to_save(attempt.running_ranks):
             self._failure_handler.follow_request(now)
             self._failure_handler.order_kill(now)
             return
@@ -58,7 +58,7 @@ class HangCheck:
         if self._pending is not None or attempt.save_outcome:
             return
 
-        if attempt.watchdog.look(attempt.running, now, state.restarts.hangs) is not None:
+        if attempt.watchdog.look(attempt.running_ranks, now, state.restarts.hangs) is not None:
             self._request_stacks(attempt, now)
 
     # ---- stacks ----
@@ -74,9 +74,9 @@ class HangCheck:
 
     @property
     def _pending(self) -> StackRequest | None:
-        """The request that is being answered; None if there is none, or if its stacks are of no use any more."""
-        # They are not when its attempt is over, or when a rank of it has failed.
-        request, attempt = self._stack_request, self._state.running_well
+        """The request that is being answered; None if there is none, or if it is stale."""
+        # Stale if its attempt is over or a rank has failed.
+        request, attempt = self._stack_request, self._state.healthy_attempt
         if request is None or attempt is None or request.attempt != attempt.number:
             return None
 
@@ -107,7 +107,7 @@ class HangCheck:
 
     def grace_is_over(self, now: float) -> None:
         """Kill ranks that did not save and exit in time, as soon as their stacks show which one holds up the others."""
-        attempt, request = self._state.running, self._pending
+        attempt, request = self._state.active_attempt, self._pending
         assert attempt is not None
 
         # Stacks may be on their way already, because the ranks seemed to hang.
@@ -131,7 +131,7 @@ class HangCheck:
             if attempt.save_outcome:
                 within = f"{OTHER_SAVES_S:.0f} s after the first"
 
-            hosts = {rank: attempt.host_of(rank) for rank in attempt.running}
+            hosts = {rank: attempt.host_of(rank) for rank in attempt.running_ranks}
             self._failure_handler.handle(attempt.watchdog.grace_exceeded(hosts, within), now)
             return
 

@@ -48,7 +48,7 @@ class EndPreempted:
 class End:
     """The job ends. `reason`: why it is not restarted."""
 
-    ending: JobEnd
+    result: JobEnd
     reason: str
 
 
