@@ -17,6 +17,7 @@ from lockstep.launch.decisions.recovery import (
     Drop,
     End,
     EndPreempted,
+    NodeSituation,
     Restart,
     Situation,
     UndoResize,
@@ -47,7 +48,7 @@ class FailureHandler:
     def handle(self, failure: Failure, now: float) -> None:
         """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks."""
         # First the node. If no rank ran there, the job goes on; otherwise its loss is the failure of the attempt.
-        drop = node_to_drop(failure, self._situation(now, failure))
+        drop = node_to_drop(failure, self._node_situation(failure.node))
         if drop is not None:
             failure = self._drop(failure, drop, now)
             if not self._ends_attempt(failure):
@@ -127,12 +128,16 @@ class FailureHandler:
         # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
         return self._state.members.shortage if self._state.attempt is not None else None
 
-    def _situation(self, now: float, failure: Failure | None = None) -> Situation:
-        """Return the facts on which a decision depends. `failure`: the one whose node may have to be dropped."""
+    def _node_situation(self, node: int | None) -> NodeSituation:
+        """Return what decides whether this node is dropped. None: the failure is not that of a node."""
+        members = self._state.members
+        is_member = node in members.nodes
+        return NodeSituation(is_member, can_be_spared=is_member and node != COORDINATOR and members.can_spare_a_node)
+
+    def _situation(self, now: float) -> Situation:
+        """Return the facts on which a decision depends."""
         state, attempt = self._state, self._state.attempt
         newest_step = state.checkpoints.newest_step
-        node = failure.node if failure else None
-        is_member = node in state.members.nodes
 
         return Situation(
             settings=state.settings,
@@ -141,8 +146,6 @@ class FailureHandler:
             recent_restarts=state.restarts.recent(now),
             restarts_in_a_row=state.restarts.in_a_row,
             shortage=self._shortage,
-            node_is_member=is_member,
-            can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
             preempt_signal=self._save_requests.signal,
             first_after_resize=self._save_requests.first_after_resize,
         )
