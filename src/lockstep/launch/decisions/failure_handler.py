@@ -45,8 +45,11 @@ class FailureHandler:
 
     # ---- what calls for a decision ----
 
-    def handle(self, failure: Failure, now: float) -> None:
-        """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks."""
+    def handle(self, failure: Failure, now: float, reached_timeout: bool = False) -> None:
+        """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks.
+
+        `reached_timeout`: ranks hang, or are slow: the next attempt has more time.
+        """
         # First the node. If no rank ran there, the job goes on; otherwise its loss is the failure of the attempt.
         drop = node_to_drop(failure, self._node_situation(failure.node))
         if drop is not None:
@@ -57,22 +60,22 @@ class FailureHandler:
 
         # Then the attempt, which is over.
         decision = after_failure(failure, self._situation(now))
-        self._announce_decision(decision, failure, now)
+        self._announce_decision(decision, failure, now, reached_timeout)
 
         # In JOIN there are no ranks, and `NextAttempt.tick` carries out the decision.
         self._state.decided = decision
         if self._state.status is not JobStatus.JOIN:
             self.order_kill(now)
 
-    def _announce_decision(self, decision: Decision, failure: Failure, now: float) -> None:
+    def _announce_decision(self, decision: Decision, failure: Failure, now: float, reached_timeout: bool) -> None:
         """Announce a failure of the attempt with the decision about it, and note what the decision changes at once."""
         match decision:
             case Restart():
                 # A smaller micro-batch is asked for only a few times.
                 if not failure.traits.asks_for_smaller_micro_batch:
-                    self._state.restarts.count(now, hang=self._reached_timeout(failure))
+                    self._state.restarts.count(now, hang=reached_timeout)
 
-                self.announce(failure, self._describe_restart(failure, now))
+                self.announce(failure, self._describe_restart(failure, now, reached_timeout))
 
             case Continue():
                 head = f"{failure.message}; continuing from {self._state.where_to_resume}"
@@ -192,7 +195,7 @@ class FailureHandler:
 
     # ---- the announcement ----
 
-    def _describe_restart(self, failure: Failure, now: float) -> str:
+    def _describe_restart(self, failure: Failure, now: float, reached_timeout: bool) -> str:
         """Describe the restart that was just counted."""
         state = self._state
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
@@ -210,17 +213,11 @@ class FailureHandler:
 
         # Slow work may have been taken for a hang: the next attempt has more time for it.
         more_time = ""
-        if self._reached_timeout(failure):
+        if reached_timeout:
             times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
             more_time = f"; hang timeouts are {times} until the next checkpoint"
 
         return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
-
-    def _reached_timeout(self, failure: Failure) -> bool:
-        """Return whether ranks hang that have reached a timeout. One that is suspended or gone has not reached it."""
-        attempt = self._state.attempt
-        is_hang = failure.noticed_as(LauncherFailure.HANG)
-        return is_hang and attempt is not None and attempt.watchdog.timeout_was_reached
 
     def _describe_end(self, end: End, failure: Failure) -> str:
         """Return why the job is not restarted, and what to type."""
