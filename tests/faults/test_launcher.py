@@ -61,7 +61,7 @@ def test_every_rank_gets_its_environment_and_its_log(run, tmp_path, monkeypatch)
 def test_what_rank_0_prints_into_a_file_is_there_at_its_end(run, capfd, monkeypatch, end):
     """Its output is a file or a pipe as often as a terminal, and Python then writes it in blocks."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    run(f"print('rank', os.environ['RANK'], 'says this'); sys.stdout.write('and this'); {end}")
+    run(f"print('rank', os.environ['RANK'], 'says this'); sys.stdout.write('and this'); {end}", 1)
     said = capfd.readouterr().out
     assert "rank 0 says this\n" in said
     assert ("and this" in said) == (end == "pass")

@@ -1,4 +1,8 @@
-"""JSON of other processes and machines, checked field by field before it becomes an object."""
+"""JSON of other processes and machines, checked field by field before it becomes an object.
+
+pydantic's `TypeAdapter` could do this, and is faster: the heartbeat of a node with 8 ranks takes 20 us instead of 100.
+But importing it takes 60 ms, and what a host of a job runs first (`clusters/tether.py`) needs nothing else of it.
+"""
 
 from __future__ import annotations
 

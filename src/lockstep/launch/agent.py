@@ -183,7 +183,7 @@ class Agent:
 
     def _collect_stacks(self, current: LocalRanks, request: int) -> None:
         """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
-        # A rank that has failed does not hang, though its clean-up may. It is killed: the report of its end says more
+        # A rank that has failed does not hang, though its clean-up may. It is killed: the report of its exit says more
         # than any stack.
         if current.kill_failed():
             return
@@ -237,7 +237,7 @@ class Agent:
 
     def poll(self) -> list[ToCoordinator]:
         """Return the messages about what has happened since the last call."""
-        # First the reports of the zygote. If it has died, its last reports may still be the ends of ranks.
+        # First the reports of the zygote. If it has died, its last reports may still be the exits of ranks.
         changes = self._zygote.poll()
         if self._current is not None:
             self._note_changes(self._current, changes)
@@ -258,9 +258,9 @@ class Agent:
         return messages
 
     def _note_changes(self, current: LocalRanks, changes: list[RankChange]) -> None:
-        """Note which ranks of this attempt have started or ended."""
-        # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
-        if any(change.is_end for change in changes):
+        """Note which ranks of this attempt have started or exited."""
+        # The last heartbeat is sent before the exits of ranks: it may carry settings that no earlier heartbeat had.
+        if any(change.is_exit for change in changes):
             self._messages.append(self.heartbeat())
 
         for change in changes:
@@ -271,12 +271,12 @@ class Agent:
             if change.code is None:
                 assert change.pid is not None, "a rank that has started has a process"
                 current.rank_started(rank, change.pid)
-            # An end may be that of an earlier process, whose rank had the same number.
+            # An exit may be that of an earlier process, whose rank had the same number.
             elif rank.pid == change.pid:
-                self._report_end(current, rank, change.code)
+                self._report_exit(current, rank, change.code)
 
-    def _report_end(self, current: LocalRanks, rank: LocalRank, code: int) -> None:
-        """Find out why a rank has ended, and report that."""
+    def _report_exit(self, current: LocalRanks, rank: LocalRank, code: int) -> None:
+        """Find out why a rank has exited, and report that."""
         del current.ranks[rank.number]
         now = time.time()
         rank_exit = examine(rank, code, now)
@@ -296,7 +296,7 @@ class Agent:
             self._replace_zygote()
 
     def _replace_zygote(self) -> None:
-        """Kill the ranks of a zygote that has died, because nothing reports their ends any more, and replace it."""
+        """Kill the ranks of a zygote that has died, because nothing reports their exits any more, and replace it."""
         self._zygote.close()
         self._cannot_import = self._zygote.cannot_import
 

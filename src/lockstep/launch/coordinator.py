@@ -159,7 +159,7 @@ class Coordinator:
             return
 
         # Waiting for the disk does not count as being halted.
-        now = self._watch.last_iteration_at = time.monotonic()
+        now = self._watch.note_iteration()
         self._send_heartbeat()
 
         # What happened goes in first, so that the deadlines below are judged by all that is known.
@@ -241,8 +241,7 @@ class Coordinator:
 
         folder = self._job.run_dir
         # Report this only once, because the user may move the folder back.
-        if watch.removed:
-            watch.removed = False
+        if watch.take_removed():
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
             print_line(f"lockstep: {what}; end the job, or move the folder back: anything trained until then is lost")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.election import Lease, folder_identity
-from lockstep.launch.times import HEARTBEAT_S, LOOK_S, LOST_AFTER_S
+from lockstep.launch.times import HEARTBEAT_S, LOST_AFTER_S, SCAN_S
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import CHECKPOINTS
@@ -32,26 +32,27 @@ class FolderWatch:
         self._run_dir = run_dir
         self._lease = lease
 
-        # When the last iteration of the coordinator's loop began, as the loop itself says.
+        # When the last iteration of the coordinator's loop began, as the loop itself says (`note_iteration`).
         self.last_iteration_at = time.monotonic()
 
-        # The identity of the run folder, from the first look until the folder is found missing or replaced.
+        # The identity of the run folder, from the first scan until the folder is found missing or replaced.
         self._identity: tuple[int, int] | None = None
 
         # What the coordinator's loop reads: what the checkpoints showed last, whether another node has taken over, the
-        # contents of the files that `lockstep resize` left, whether the run folder is gone, and an error that ended
-        # this thread.
+        # contents of the files that `lockstep resize` left, and an error that ended this thread.
         self.checkpoints = CheckpointFacts()
         self.superseded = False
         self.resize_requests: deque[str] = deque()
-        self.removed = False
         self.error: Exception | None = None
 
-        # How many looks the coordinator's loop has requested, and how many of these requests were answered. A look that
+        # Whether the run folder is gone, until the loop has taken note of it.
+        self._removed = False
+
+        # How many scans the coordinator's loop has requested, and how many of these requests were answered. A scan that
         # is in progress answers no new request: it may have read what has changed since.
-        self._requested_looks = 0
-        self._finished_looks = 0
-        self._look_finished = threading.Condition()
+        self._requested_scans = 0
+        self._finished_scans = 0
+        self._scan_finished = threading.Condition()
 
         # Events that the coordinator's loop has left, to be written to events.jsonl.
         self._events: deque[dict[str, Any]] = deque()
@@ -73,15 +74,15 @@ class FolderWatch:
         finally:
             self._write_events()
 
-    def _serve_until(self, next_look: float) -> None:
-        """Look when the loop requests it, and write its events, until it is time to look at everything again."""
-        while not self._closed and (seconds := next_look - time.monotonic()) > 0:
+    def _serve_until(self, next_scan: float) -> None:
+        """Scan when the loop requests it, and write its events, until it is time to look at everything again."""
+        while not self._closed and (seconds := next_scan - time.monotonic()) > 0:
             self._awake.wait(seconds)
             self._awake.clear()
 
-            # The loop waits for a look, but not for its events.
-            if self._requested_looks > self._finished_looks:
-                self._look()
+            # The loop waits for a scan, but not for its events.
+            if self._requested_scans > self._finished_scans:
+                self._scan()
 
             self._write_events()
 
@@ -92,7 +93,7 @@ class FolderWatch:
     def look_at_folder(self) -> None:
         """Look once at everything that the coordinator must know. Only the thread does that: it may block."""
         self._renew_lease()
-        self._look()
+        self._scan()
         self._notice_removal()
         request = take_request(self._run_dir)
         if request is not None:
@@ -106,10 +107,10 @@ class FolderWatch:
         if self._lease is not None and not stalls:
             self._lease.renew()
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         """Look whether another node has taken over, and at the checkpoints."""
-        # Requests that come from now on are left to the next look.
-        requested = self._requested_looks
+        # Requests that come from now on are left to the next scan.
+        requested = self._requested_scans
 
         if self._lease is not None and self._lease.superseded():
             self.superseded = True
@@ -118,9 +119,9 @@ class FolderWatch:
         with suppress(OSError):
             self.checkpoints = read_checkpoint_facts(self._run_dir / CHECKPOINTS)
 
-        with self._look_finished:
-            self._finished_looks = requested
-            self._look_finished.notify_all()
+        with self._scan_finished:
+            self._finished_scans = requested
+            self._scan_finished.notify_all()
 
     def _notice_removal(self) -> None:
         """Note that the run folder is gone or another one: nothing that is trained from now on can be saved there."""
@@ -131,31 +132,44 @@ class FolderWatch:
                 self._identity = found
             elif found != self._identity:
                 self._identity = None
-                self.removed = True
+                self._removed = True
 
     # ---- for the coordinator's loop ----
 
     def start(self) -> None:
         self._thread.start()
 
-    def refresh(self) -> None:
-        """Have the thread look now, and wait until it has: a decision must not depend on what was true a second ago.
+    def note_iteration(self) -> float:
+        """Note that an iteration of the loop begins. Return the time."""
+        self.last_iteration_at = time.monotonic()
+        return self.last_iteration_at
 
-        If the disk does not answer within LOOK_S, the loop goes on with what was seen last.
+    def take_removed(self) -> bool:
+        """Return whether the run folder was found missing or replaced since the last call."""
+        if not self._removed:
+            return False
+
+        self._removed = False
+        return True
+
+    def refresh(self) -> None:
+        """Have the thread scan now, and wait until it has: a decision must not depend on what was true a second ago.
+
+        If the disk does not answer within SCAN_S, the loop goes on with what was seen last.
         """
         # Before the thread has begun, no other node waits for this one.
         if self._thread.ident is None:
-            self._look()
+            self._scan()
             return
 
-        self._requested_looks += 1
+        self._requested_scans += 1
         self._awake.set()
-        with self._look_finished:
-            self._look_finished.wait_for(self._is_answered, LOOK_S)
+        with self._scan_finished:
+            self._scan_finished.wait_for(self._is_answered, SCAN_S)
 
     def _is_answered(self) -> bool:
-        """Return whether all requests for a look were answered, or none will be."""
-        return self._finished_looks == self._requested_looks or not self._thread.is_alive()
+        """Return whether all requests for a scan were answered, or none will be."""
+        return self._finished_scans == self._requested_scans or not self._thread.is_alive()
 
     def record_event(self, event: Mapping[str, Any]) -> None:
         """Have an event appended to the run's events. The coordinator's loop does not wait for the disk."""

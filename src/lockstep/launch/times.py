@@ -19,7 +19,7 @@ RANKS_STACKS_S = 1.5
 COLLECTIVES_S = 1.5
 
 # How long the coordinator's loop waits until the thread of `FolderWatch` has looked at the run folder.
-LOOK_S = 3.0
+SCAN_S = 3.0
 
 # How long an agent waits until its zygote takes a request, which a suspended one never does, and for the end of a
 # zygote that is closed. An agent may close one and send a request to the next.
@@ -27,7 +27,7 @@ ZYGOTE_SEND_S = 3.0
 ZYGOTE_END_S = 0.9
 
 assert HEARTBEAT_S + RANKS_STACKS_S + COLLECTIVES_S < LOST_AFTER_S, "a node that collects stacks would be lost"
-assert HEARTBEAT_S + LOOK_S < LOST_AFTER_S, "a coordinator whose disk does not answer would be lost"
+assert HEARTBEAT_S + SCAN_S < LOST_AFTER_S, "a coordinator whose disk does not answer would be lost"
 assert HEARTBEAT_S + ZYGOTE_END_S + ZYGOTE_SEND_S < LOST_AFTER_S, "a node whose zygote is suspended would be lost"
 
 # Some waits have no limit, because the system offers none: a write to a terminal that was stopped with Ctrl-S; the logs

@@ -80,7 +80,7 @@ def going_back_mark(run_dir: Path) -> Path:
 
 @contextmanager
 def hold_for_new_job(run_dir: Path, goes_back_to: str | None) -> Iterator[None]:
-    """Hold the folder for a new job, for which nothing counts that an earlier job has left there."""
+    """Lock the folder for a new job and remove what an earlier job left."""
     # The lock comes first: it raises if another job holds the folder, whose files must stay.
     with hold(run_dir):
         remove_old_requests(run_dir)

@@ -100,13 +100,13 @@ def test_one_error_of_the_disk_does_not_look_like_a_removed_folder(tmp_path, mon
     with monkeypatch.context() as patched:
         patched.setattr(Path, "stat", fail)
         watch._notice_removal()
-    assert not watch.removed
+    assert not watch.take_removed()
 
     watch._notice_removal()
-    assert not watch.removed
+    assert not watch.take_removed()
     run.rename(tmp_path / "moved")
     watch._notice_removal()
-    assert watch.removed
+    assert watch.take_removed()
 
 
 def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypatch):
@@ -176,7 +176,7 @@ class SlowDisk:
 @pytest.fixture
 def slow_disk(monkeypatch):
     disk = SlowDisk()
-    monkeypatch.setattr(folder_watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(folder_watch, "SCAN_S", 0.05)
     yield disk
     disk.answers.set()
 
@@ -203,7 +203,7 @@ def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_p
 
     # As soon as the disk answers, so does the thread.
     slow_disk.answers.set()
-    monkeypatch.setattr(folder_watch, "LOOK_S", 60)
+    monkeypatch.setattr(folder_watch, "SCAN_S", 60)
     watch.refresh()
     watch.close()
     assert watch.checkpoints == CheckpointFacts(newest_step=4)

@@ -18,7 +18,7 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
         "a quiet node is waited for before it is lost": (rank_exits.QUIET_S, lost),
         "a coordinator that was held up looks before the others have lost it": (times.STALLED_LOOP_S, lost),
         "a node that collects stacks is not lost": (beat + stacks, lost),
-        "a coordinator whose disk does not answer is not lost": (beat + times.LOOK_S, lost),
+        "a coordinator whose disk does not answer is not lost": (beat + times.SCAN_S, lost),
         "a node whose zygote is suspended is not lost": (
             beat + times.ZYGOTE_END_S + times.ZYGOTE_SEND_S,
             lost,

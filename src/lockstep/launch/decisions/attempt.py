@@ -46,16 +46,18 @@ class Attempt:
         self.awaiting_start: set[int] = set()
         self.confirm_by = math.inf
 
-        # How ranks have ended so far, and when the root failure is picked, once one of them has failed: until then the
-        # exit of a rank that failed earlier may arrive.
+        # How ranks have exited so far.
         self.exits: dict[int, RankExit] = {}
+
+        # Set when the first rank fails: the time at which we pick the root failure. Earlier failures may arrive until
+        # then.
         self.root_failure_at = math.inf
 
         self.watchdog = watchdog
 
     @property
-    def running(self) -> set[int]:
-        """The ranks that have not ended yet."""
+    def running_ranks(self) -> set[int]:
+        """The ranks that have not exited yet."""
         return set(self.ranks) - self.exits.keys()
 
     @property
@@ -82,7 +84,7 @@ class Attempt:
 
     @property
     def finished(self) -> list[int]:
-        """The ranks that have ended with code 0, the first one first."""
+        """The ranks that have exited with code 0, the first one first."""
         return [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
 
     @property

@@ -17,6 +17,7 @@ from lockstep.launch.decisions.recovery import (
     Drop,
     End,
     EndPreempted,
+    NodeSituation,
     Restart,
     Situation,
     UndoResize,
@@ -44,10 +45,13 @@ class FailureHandler:
 
     # ---- what calls for a decision ----
 
-    def handle(self, failure: Failure, now: float) -> None:
-        """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks."""
+    def handle(self, failure: Failure, now: float, reached_timeout: bool = False) -> None:
+        """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks.
+
+        `reached_timeout`: ranks hang, or are slow: the next attempt has more time.
+        """
         # First the node. If no rank ran there, the job goes on; otherwise its loss is the failure of the attempt.
-        drop = node_to_drop(failure, self._situation(now, failure))
+        drop = node_to_drop(failure, self._node_situation(failure.node))
         if drop is not None:
             failure = self._drop(failure, drop, now)
             if not self._ends_attempt(failure):
@@ -56,22 +60,22 @@ class FailureHandler:
 
         # Then the attempt, which is over.
         decision = after_failure(failure, self._situation(now))
-        self._announce_decision(decision, failure, now)
+        self._announce_decision(decision, failure, now, reached_timeout)
 
         # In JOIN there are no ranks, and `NextAttempt.tick` carries out the decision.
         self._state.decided = decision
         if self._state.status is not JobStatus.JOIN:
             self.order_kill(now)
 
-    def _announce_decision(self, decision: Decision, failure: Failure, now: float) -> None:
+    def _announce_decision(self, decision: Decision, failure: Failure, now: float, reached_timeout: bool) -> None:
         """Announce a failure of the attempt with the decision about it, and note what the decision changes at once."""
         match decision:
             case Restart():
                 # A smaller micro-batch is asked for only a few times.
                 if not failure.traits.asks_for_smaller_micro_batch:
-                    self._state.restarts.count(now, hang=self._reached_timeout(failure))
+                    self._state.restarts.count(now, hang=reached_timeout)
 
-                self.announce(failure, self._describe_restart(failure, now))
+                self.announce(failure, self._describe_restart(failure, now, reached_timeout))
 
             case Continue():
                 head = f"{failure.message}; continuing from {self._state.where_to_resume}"
@@ -110,7 +114,7 @@ class FailureHandler:
         state = self._state
         if not isinstance(state.decided, End | EndPreempted):
             state.decided = if_none_can_start(problem, self._situation(now))
-            again = "started" if state.last_attempt is None else "restarted"
+            again = "started" if state.last_attempt_number is None else "restarted"
             state.outbox.announce(f"not {again}: {problem}. {state.how_to_resume}")
 
         self._next_attempt.end_if_decided()
@@ -127,12 +131,16 @@ class FailureHandler:
         # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
         return self._state.members.shortage if self._state.attempt is not None else None
 
-    def _situation(self, now: float, failure: Failure | None = None) -> Situation:
-        """Return the facts on which a decision depends. `failure`: the one whose node may have to be dropped."""
+    def _node_situation(self, node: int | None) -> NodeSituation:
+        """Return what decides whether this node is dropped. None: the failure is not that of a node."""
+        members = self._state.members
+        is_member = node in members.nodes
+        return NodeSituation(is_member, can_be_spared=is_member and node != COORDINATOR and members.can_spare_a_node)
+
+    def _situation(self, now: float) -> Situation:
+        """Return the facts on which a decision depends."""
         state, attempt = self._state, self._state.attempt
         newest_step = state.checkpoints.newest_step
-        node = failure.node if failure else None
-        is_member = node in state.members.nodes
 
         return Situation(
             settings=state.settings,
@@ -141,8 +149,6 @@ class FailureHandler:
             recent_restarts=state.restarts.recent(now),
             restarts_in_a_row=state.restarts.in_a_row,
             shortage=self._shortage,
-            node_is_member=is_member,
-            can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
             preempt_signal=self._save_requests.signal,
             first_after_resize=self._save_requests.first_after_resize,
         )
@@ -170,11 +176,11 @@ class FailureHandler:
 
     def _ends_attempt(self, loss: Failure) -> bool:
         """Return whether ranks still ran on the node that is lost."""
-        attempt = self._state.running
+        attempt = self._state.active_attempt
         if attempt is None or loss.node is None:
             return False
 
-        return bool(attempt.running.intersection(attempt.ranks_on(loss.node)))
+        return bool(attempt.running_ranks.intersection(attempt.ranks_on(loss.node)))
 
     def _go_on_without(self, loss: Failure, now: float) -> None:
         """Announce the loss of a node on which no rank ran. It matters only if too few remain for the next attempt."""
@@ -189,7 +195,7 @@ class FailureHandler:
 
     # ---- the announcement ----
 
-    def _describe_restart(self, failure: Failure, now: float) -> str:
+    def _describe_restart(self, failure: Failure, now: float, reached_timeout: bool) -> str:
         """Describe the restart that was just counted."""
         state = self._state
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
@@ -207,17 +213,11 @@ class FailureHandler:
 
         # Slow work may have been taken for a hang: the next attempt has more time for it.
         more_time = ""
-        if self._reached_timeout(failure):
+        if reached_timeout:
             times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
             more_time = f"; hang timeouts are {times} until the next checkpoint"
 
         return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
-
-    def _reached_timeout(self, failure: Failure) -> bool:
-        """Return whether ranks hang that have reached a timeout. One that is suspended or gone has not reached it."""
-        attempt = self._state.attempt
-        is_hang = failure.noticed_as(LauncherFailure.HANG)
-        return is_hang and attempt is not None and attempt.watchdog.timeout_was_reached
 
     def _describe_end(self, end: End, failure: Failure) -> str:
         """Return why the job is not restarted, and what to type."""
@@ -230,10 +230,10 @@ class FailureHandler:
     def announce(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
         # Only ranks that run can end because of it.
-        attempt = self._state.running
+        attempt = self._state.active_attempt
         others = attempt.count_ended_by(failure) if attempt is not None else 0
 
-        self._state.outbox.announce_failure(failure, self._state.last_attempt, others, what_follows)
+        self._state.outbox.announce_failure(failure, self._state.last_attempt_number, others, what_follows)
 
     # ---- the end of all ranks ----
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import OTHER_SAVES_S, JobStatus
+from lockstep.launch.failure import LauncherFailure
+from lockstep.launch.hangs.suspicion import Suspicion
+from lockstep.launch.hangs.watchdog import Answers
 from lockstep.launch.wire.messages import CollectStacks, Stacks
 
 # How long the coordinator waits for the nodes' stacks.
@@ -23,6 +26,8 @@ class StackRequest:
     number: int
     deadline: float
     awaited: set[int]  # the nodes that have not answered
+    suspicion: Suspicion | None  # None if the ranks do not seem to hang, but did not save and exit in time
+    answers: Answers = field(default_factory=Answers)
 
     # The ranks did not save and exit in time: they are killed, whatever the stacks show.
     kills_anyway: bool = False
@@ -44,12 +49,12 @@ class HangCheck:
         state = self._state
 
         # After a failure the other ranks stall. That is not a hang, and the failure will be announced soon.
-        attempt = state.running_well
+        attempt = state.healthy_attempt
         if attempt is None:
             return
 
         # Ranks that were asked to save before any of them has ended a step may still compile for long.
-        if state.status is JobStatus.SAVE_AND_EXIT and attempt.watchdog.nothing_to_save(attempt.running):
+        if state.status is JobStatus.SAVE_AND_EXIT and attempt.watchdog.nothing_to_save(attempt.running_ranks):
             self._failure_handler.follow_request(now)
             self._failure_handler.order_kill(now)
             return
@@ -58,25 +63,27 @@ class HangCheck:
         if self._pending is not None or attempt.save_outcome:
             return
 
-        if attempt.watchdog.look(attempt.running, now, state.restarts.hangs) is not None:
-            self._request_stacks(attempt, now)
+        suspicion = attempt.watchdog.look(attempt.running_ranks, now, state.restarts.hangs)
+        if suspicion is not None:
+            self._request_stacks(attempt, suspicion, now)
 
     # ---- stacks ----
 
-    def _request_stacks(self, attempt: Attempt, now: float) -> StackRequest:
+    def _request_stacks(self, attempt: Attempt, suspicion: Suspicion | None, now: float) -> StackRequest:
         """Ask all nodes for the stacks of their ranks. Ranks that have failed, and clean up, are killed there."""
         state = self._state
         self._requests += 1
         state.order(CollectStacks(attempt.number, self._requests))
-        request = StackRequest(attempt.number, self._requests, now + NODES_STACKS_S, state.nodes_of_attempt)
+        deadline = now + NODES_STACKS_S
+        request = StackRequest(attempt.number, self._requests, deadline, state.nodes_of_attempt, suspicion)
         self._stack_request = request
         return request
 
     @property
     def _pending(self) -> StackRequest | None:
-        """The request that is being answered; None if there is none, or if its stacks are of no use any more."""
-        # They are not when its attempt is over, or when a rank of it has failed.
-        request, attempt = self._stack_request, self._state.running_well
+        """The request that is being answered; None if there is none, or if it is stale."""
+        # Stale if its attempt is over or a rank has failed.
+        request, attempt = self._stack_request, self._state.healthy_attempt
         if request is None or attempt is None or request.attempt != attempt.number:
             return None
 
@@ -93,12 +100,13 @@ class HangCheck:
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Add the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
         # Stacks may arrive when their request was judged without them: after the next request, or in the next attempt.
-        pending, attempt = self._pending, self._state.attempt
-        if pending is None or attempt is None:
+        pending = self._pending
+        if pending is None:
             return
 
         if (message.attempt, message.request) == (pending.attempt, pending.number):
-            attempt.watchdog.add_answers(message.stack_of, message.collectives_of)
+            pending.answers.stacks |= message.stack_of
+            pending.answers.collectives |= message.collectives_of
             pending.awaited.discard(node)
             if self.is_due(now):
                 self.judge(now)
@@ -107,13 +115,12 @@ class HangCheck:
 
     def grace_is_over(self, now: float) -> None:
         """Kill ranks that did not save and exit in time, as soon as their stacks show which one holds up the others."""
-        attempt, request = self._state.running, self._pending
+        attempt, request = self._state.active_attempt, self._pending
         assert attempt is not None
 
         # Stacks may be on their way already, because the ranks seemed to hang.
         if request is None:
-            attempt.watchdog.forget_answers()
-            request = self._request_stacks(attempt, now)
+            request = self._request_stacks(attempt, None, now)
 
         # `judge` has the ranks killed, at the deadline of the request at the latest.
         request.kills_anyway = True
@@ -131,8 +138,8 @@ class HangCheck:
             if attempt.save_outcome:
                 within = f"{OTHER_SAVES_S:.0f} s after the first"
 
-            hosts = {rank: attempt.host_of(rank) for rank in attempt.running}
-            self._failure_handler.handle(attempt.watchdog.grace_exceeded(hosts, within), now)
+            hosts = {rank: attempt.host_of(rank) for rank in attempt.running_ranks}
+            self._failure_handler.handle(attempt.watchdog.grace_exceeded(hosts, within, pending.answers), now)
             return
 
         # Since the request, a rank may have saved and exited.
@@ -140,12 +147,18 @@ class HangCheck:
             return
 
         # The ranks do not hang if one of them has advanced in the meantime, or is compiling.
-        failure = attempt.watchdog.verdict(saves_may_take_long=state.status is JobStatus.SAVE_AND_EXIT)
+        suspicion, watchdog = pending.suspicion, attempt.watchdog
+        assert suspicion is not None
+        saves = state.status is JobStatus.SAVE_AND_EXIT
+        failure = watchdog.verdict(suspicion, pending.answers, saves_may_take_long=saves)
+
+        # Slow work may reach a timeout as well. It is no deadlock, and no rank of it is suspended or gone.
         if failure is not None:
-            self._failure_handler.handle(failure, now)
+            timed_out = failure.noticed_as(LauncherFailure.HANG) and suspicion.kind == "timeout"
+            self._failure_handler.handle(failure, now, reached_timeout=timed_out)
             return
 
         # Long before a timeout is reached, the screen says where the ranks are.
-        report = attempt.watchdog.take_stall_report()
+        report = watchdog.take_stall_report(suspicion, pending.answers)
         if report:
             state.outbox.announce(report)

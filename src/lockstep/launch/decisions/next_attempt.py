@@ -73,8 +73,8 @@ class NextAttempt:
     def end_if_decided(self) -> bool:
         """End the job if that was decided before the ranks were gone. Return whether it was."""
         match self._state.decided:
-            case End(ending=ending):
-                self._state.end(ending)
+            case End(result=result):
+                self._state.end(result)
                 return True
 
             case EndPreempted():
@@ -103,9 +103,9 @@ class NextAttempt:
         hosts = {node: members.nodes[node].host for node in counts}
 
         watchdog = Watchdog(state.settings.hang)
-        number = 0 if state.last_attempt is None else state.last_attempt + 1
+        number = 0 if state.last_attempt_number is None else state.last_attempt_number + 1
         state.enter(JobStatus.RUN)
-        state.last_attempt = number
+        state.last_attempt_number = number
         state.attempt = attempt = Attempt(number, counts, hosts, state.checkpoints.newest_step, watchdog)
 
         # The coordinating node starts its ranks at once. The others confirm that they do with their next heartbeat.

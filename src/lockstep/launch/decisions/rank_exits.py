@@ -1,4 +1,4 @@
-"""Notes the ends of ranks, finds the one that failed first, and notices when the last one has ended."""
+"""Notes the exits of ranks, finds the one that failed first, and notices when the last one has exited."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUIET_S = 2.0
 
 
 class RankExits:
-    """Notes how ranks end. Before it acts on a failure, it waits for exits that may show an earlier one."""
+    """Notes how ranks exit. Before it acts on a failure, it waits for exits that may show an earlier one."""
 
     def __init__(self, state: JobState, save_requests: SaveRequests, failure_handler: FailureHandler):
         self._state = state
@@ -37,9 +37,9 @@ class RankExits:
         self._failure_handler = failure_handler
 
     def note(self, message: RankExited, now: float) -> None:
-        """A rank has ended. A failure is handled at once, unless the exit of another rank may have come first."""
+        """A rank has exited. A failure is handled at once, unless the exit of another rank may have come first."""
         # Messages of an earlier attempt may still arrive.
-        attempt = self._state.running
+        attempt = self._state.active_attempt
         if attempt is None or message.attempt != attempt.number:
             return
 
@@ -59,7 +59,7 @@ class RankExits:
 
     def root_failure_is_due(self, now: float) -> bool:
         """Return whether a rank has failed, and the wait for the exit of an earlier failure is over."""
-        attempt = self._state.running
+        attempt = self._state.active_attempt
         return attempt is not None and now >= attempt.root_failure_at
 
     def handle_root_failure(self, now: float) -> None:
@@ -83,7 +83,7 @@ class RankExits:
 
         The next attempt can start from it.
         """
-        commits = 0 in attempt.running and self._state.checkpoints.commit_is_near(len(attempt.ranks))
+        commits = 0 in attempt.running_ranks and self._state.checkpoints.commit_is_near(len(attempt.ranks))
         return commits and now < attempt.root_failure_at + COMMIT_S
 
     def _wait_for_other_saves(self, now: float) -> None:

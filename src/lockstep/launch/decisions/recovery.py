@@ -48,7 +48,7 @@ class EndPreempted:
 class End:
     """The job ends. `reason`: why it is not restarted."""
 
-    ending: JobEnd
+    result: JobEnd
     reason: str
 
 
@@ -68,7 +68,15 @@ class Drop:
     dismiss: bool = False
 
 
-# ---- what all of them depend on ----
+@dataclass(frozen=True)
+class NodeSituation:
+    """The state of the node that has failed."""
+
+    is_member: bool  # it still belongs to the job
+    can_be_spared: bool  # the job could go on without it
+
+
+# ---- what the decisions depend on ----
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,6 @@ class Situation:
     recent_restarts: int = 0  # within the last hour
     restarts_in_a_row: int = 0  # without a new checkpoint
     shortage: str | None = None  # how many nodes are left and needed, if they are too few for another attempt
-    node_is_member: bool = False  # the node that has failed still belongs to the job
-    can_spare_node: bool = False  # the job could go on without it
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     first_after_resize: bool = False  # the attempt is the first one after a resize
 
@@ -104,14 +110,14 @@ class Situation:
 # ---- the rules ----
 
 
-def node_to_drop(failure: Failure, situation: Situation) -> Drop | None:
+def node_to_drop(failure: Failure, node: NodeSituation) -> Drop | None:
     """Return whether the job goes on without the node that has failed; None if no node has to go."""
     # A lost node sends nothing more.
-    if failure.noticed_as(LauncherFailure.NODE) and situation.node_is_member:
+    if failure.noticed_as(LauncherFailure.NODE) and node.is_member:
         return Drop()
 
     # A node that cannot run its ranks would only fail again.
-    if failure.traits.dismisses_node and situation.can_spare_node:
+    if failure.traits.dismisses_node and node.can_be_spared:
         return Drop(dismiss=True)
 
     return None

@@ -103,7 +103,7 @@ class SaveRequests:
     def first_after_resize(self) -> bool:
         """Whether the newest attempt is the first one after a resize, on the same nodes as before it."""
         before, state = self._before_resize, self._state
-        if before is None or state.last_attempt != before.number + 1:
+        if before is None or state.last_attempt_number != before.number + 1:
             return False
 
         return before.counts.keys() == state.members.ranks_per_node.keys()
@@ -158,7 +158,7 @@ class SaveRequests:
             return "ended before anything was saved"
 
         # The ranks of a lost coordinator may have saved it, or not.
-        if attempt is None and self._state.last_attempt is not None:
+        if attempt is None and self._state.last_attempt_number is not None:
             return f"ended after a takeover; the newest checkpoint is of step {newest_step}"
 
         if attempt is not None and self._saved_as_asked(attempt, newest_step):

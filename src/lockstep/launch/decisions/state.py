@@ -26,10 +26,10 @@ class JobState:
         # The nodes.
         self.members = Members(job.nnodes, now)
 
-        # The newest attempt that this coordinator has started, None if it has started none. `last_attempt` is the
-        # number of the job's newest attempt, which a lost coordinator may have started.
+        # The newest attempt that this coordinator has started, None if it has started none; and the number of the job's
+        # newest attempt, which a lost coordinator may have started.
         self.attempt: Attempt | None = None
-        self.last_attempt = inherited.attempt
+        self.last_attempt_number = inherited.attempt
 
         # The restarts so far, the nodes that were dismissed, and what the checkpoints show.
         ahead = now - inherited.clock
@@ -71,27 +71,27 @@ class JobState:
         self.deadline = deadline
         self.awaiting_ranks_gone = set(awaiting_ranks_gone)
 
-    def end(self, ending: JobEnd) -> None:
+    def end(self, result: JobEnd) -> None:
         """End the job."""
         self.enter(JobStatus.OVER)
-        self.outbox.put(ending)
+        self.outbox.put(result)
 
     # ---- the attempt ----
 
     @property
-    def running(self) -> Attempt | None:
+    def active_attempt(self) -> Attempt | None:
         """The attempt whose ranks run now, None if none do."""
         return self.attempt if self.status in ACTIVE else None
 
     @property
-    def running_well(self) -> Attempt | None:
+    def healthy_attempt(self) -> Attempt | None:
         """The attempt whose ranks run now, None if none do, or if one of them has failed already."""
-        attempt = self.running
+        attempt = self.active_attempt
         return attempt if attempt is not None and not attempt.has_failed else None
 
     def has_running(self, number: int | None) -> bool:
         """Return whether the ranks of the attempt with this number run now."""
-        return self.running is not None and self.running.number == number
+        return self.active_attempt is not None and self.active_attempt.number == number
 
     @property
     def nodes_of_attempt(self) -> set[int]:

@@ -84,12 +84,12 @@ class JobStateMachine:
         state = self._state
         return CoordinatorState(
             members=ranges(sorted(state.members.nodes)),
-            attempt=state.last_attempt,
+            attempt=state.last_attempt_number,
             restarts=state.restarts,
             dismissals=state.dismissals,
             settings=state.settings.model_dump(),
             preempt_signal=self._save_requests.signal,
-            ending=state.decided_end.ending if state.decided_end is not None else None,
+            ending=state.decided_end.result if state.decided_end is not None else None,
             clock=now,
         )
 
@@ -111,7 +111,7 @@ class JobStateMachine:
 
     def _late_nodes(self, now: float) -> list[int]:
         """Return the nodes that did not start their ranks in time."""
-        attempt = self._state.running
+        attempt = self._state.active_attempt
         if attempt is None or now <= attempt.confirm_by:
             return []
 
@@ -166,7 +166,7 @@ class JobStateMachine:
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
-        if self._state.last_attempt is None:
+        if self._state.last_attempt_number is None:
             self._failure_handler.announce(failure)
             return
 
@@ -184,7 +184,7 @@ class JobStateMachine:
 
     def ranks_gone(self, node: int, attempt: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
-        if attempt == self._state.last_attempt and self._state.status is JobStatus.KILL:
+        if attempt == self._state.last_attempt_number and self._state.status is JobStatus.KILL:
             self._state.awaiting_ranks_gone.discard(node)
             self._failure_handler.continue_if_gone(now)
 

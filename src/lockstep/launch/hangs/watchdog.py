@@ -2,7 +2,7 @@
 
 Ranks publish their step and phase (`lockstep.runtime.heartbeat`); launchers read them, and the coordinating one judges.
 `suspicion.suspect` judges all ranks at one moment. `Watchdog` calls it once a second during one attempt, and keeps what
-it needs between calls, and the stacks that are collected on suspicion, for `explanation.explain`.
+it needs between calls. `HangCheck` collects the answers of the ranks on suspicion, from which `Watchdog` judges.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.sections import HangConfig
@@ -43,8 +43,16 @@ UNWATCHED_S = 3.0
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
 
 
+@dataclass
+class Answers:
+    """What ranks have answered when they were asked where they are."""
+
+    stacks: dict[int, str] = field(default_factory=dict)  # rank -> its stack
+    collectives: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # rank -> its flight recorder's entries
+
+
 class Watchdog:
-    """Watches the ranks of one attempt: their heartbeats, and on suspicion their stacks and collectives."""
+    """Watches the heartbeats of the ranks of one attempt, and judges a suspicion by their answers."""
 
     def __init__(self, config: HangConfig):
         self._config = config
@@ -54,22 +62,17 @@ class Watchdog:
 
         # The beats of all ranks at the last stall, and the time from which a stall is shown again.
         self._beats_at_stall: dict[int, int] = {}
-        self._quiet_until = -math.inf
+        self._show_no_stall_until = -math.inf
 
         # Start of the current unbroken watch, and time of the last look.
         self._watched_since = -math.inf
         self._last_look = -math.inf
 
         # No suspicion before this time: some rank was found compiling, or saving.
-        self._quiet_until = -math.inf
+        self._busy_until = -math.inf
 
         # Rank -> when it was first seen halted.
         self._halted: dict[int, float] = {}
-
-        # The current suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
-        self._suspicion: Suspicion | None = None
-        self._stacks: dict[int, str] = {}
-        self._collectives: dict[int, list[dict[str, Any]]] = {}
 
     # ---- what the nodes send ----
 
@@ -80,16 +83,6 @@ class Watchdog:
     def note_views(self, node: int, views: list[RankView]) -> None:
         """Note the ranks of a node, from its heartbeat."""
         self._views[node] = views
-
-    def add_answers(self, stacks: dict[int, str], collectives: dict[int, list[dict[str, Any]]]) -> None:
-        """Add what some ranks have sent for the current suspicion."""
-        self._stacks |= stacks
-        self._collectives |= collectives
-
-    def forget_answers(self) -> None:
-        """Forget what was collected for an earlier suspicion: it does not explain the next one."""
-        self._stacks = {}
-        self._collectives = {}
 
     @property
     def _all_views(self) -> list[RankView]:
@@ -105,8 +98,7 @@ class Watchdog:
     def look(self, running: Collection[int], now: float, hangs: int = 0) -> Suspicion | None:
         """Look at the ranks that still run. Return a suspicion if they seem to hang: then their stacks are collected.
 
-        Called about once a second. What was collected for the last suspicion is forgotten. `hangs`: how many attempts
-        have reached a timeout since the newest checkpoint.
+        Called about once a second. `hangs`: how many attempts have reached a timeout since the newest checkpoint.
         """
         views = [view for view in self._all_views if view.rank in running]
 
@@ -119,13 +111,10 @@ class Watchdog:
         self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
         aged = self._aged_views(views, now)
 
-        # Every look judges anew.
-        self.forget_answers()
-        self._suspicion = None
-        if now >= self._quiet_until:
-            self._suspicion = suspect(aged, self._config, hangs) or self._stall(aged, hangs)
+        if now < self._busy_until:
+            return None
 
-        return self._suspicion
+        return suspect(aged, self._config, hangs) or self._stall(aged, hangs)
 
     def _note_gap(self, now: float) -> None:
         """Begin a new watch if the launcher did not look for a while: ranks are not blamed for that time."""
@@ -145,11 +134,6 @@ class Watchdog:
             aged.append(replace(view, age=min(view.age, watched), halted_s=halted_s))
 
         return aged
-
-    @property
-    def timeout_was_reached(self) -> bool:
-        """Whether the current suspicion is that ranks have reached a timeout, which slow work may do as well."""
-        return self._suspicion is not None and self._suspicion.kind == "timeout"
 
     def _stall(self, views: list[RankView], hangs: int) -> Suspicion | None:
         """Return a suspicion long before a timeout is reached, to show where the ranks are; once for each stall."""
@@ -175,18 +159,17 @@ class Watchdog:
 
         return Suspicion("stall", reason, awaited_ranks(working), {view.rank: view for view in working})
 
-    def take_stall_report(self) -> str | None:
+    def take_stall_report(self, suspicion: Suspicion, answers: Answers) -> str | None:
         """Return where the ranks that stall are, for the screen; None if one has moved, or another was shown lately."""
-        suspicion = self._suspicion
-        if suspicion is None or suspicion.kind != "stall" or self._moved(suspicion):
+        if suspicion.kind != "stall" or self._moved(suspicion):
             return None
 
         # Each step of a slow program may look like a stall.
-        if self._last_look < self._quiet_until:
+        if self._last_look < self._show_no_stall_until:
             return None
 
-        self._quiet_until = self._last_look + STALL_PAUSE_S
-        where = explain(suspicion, self._evidence(suspicion)).traceback.splitlines()
+        self._show_no_stall_until = self._last_look + STALL_PAUSE_S
+        where = explain(suspicion, _evidence(suspicion, answers)).traceback.splitlines()
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
     def nothing_to_save(self, running: Collection[int]) -> bool:
@@ -201,25 +184,22 @@ class Watchdog:
         beats = {view.rank: view.beats for view in self._all_views}
         return any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
 
-    def verdict(self, saves_may_take_long: bool = False) -> Failure | None:
-        """Return the failure, after stacks were collected; None if the ranks turn out to be busy.
+    def verdict(self, suspicion: Suspicion, answers: Answers, saves_may_take_long: bool = False) -> Failure | None:
+        """Return the failure, by the answers of the ranks; None if they turn out to be busy.
 
         `saves_may_take_long`: they were asked to save, and `restart.grace` is their timeout for that.
         """
-        suspicion = self._suspicion
-        assert suspicion is not None
-
         # Some rank may have advanced in the meantime: it was slow, or the signal itself woke it up.
         if self._moved(suspicion) and not suspicion.awaits_halted_rank:
             return None
 
         saves = saves_may_take_long and any(view.phase_info.saves for view in suspicion.views.values())
-        if saves or self._is_compiling(suspicion):
-            self._quiet_until = self._last_look + BUSY_S
+        if saves or self._is_compiling(suspicion, answers):
+            self._busy_until = self._last_look + BUSY_S
             return None
 
         # Within their timeouts ranks may just be slow, unless they wait for each other in different collectives.
-        evidence = self._evidence(suspicion)
+        evidence = _evidence(suspicion, answers)
         if suspicion.kind != "stall":
             return explain(suspicion, evidence)
 
@@ -230,7 +210,7 @@ class Watchdog:
         reason = f"no rank has advanced for {youngest:.0f} s, and none can: they wait in different collectives"
         return explain(replace(suspicion, reason=reason), evidence)
 
-    def grace_exceeded(self, left: Mapping[int, str], within: str) -> Failure:
+    def grace_exceeded(self, left: Mapping[int, str], within: str, answers: Answers) -> Failure:
         """Return the failure of ranks that were asked to save and exit, and have not.
 
         `left`: rank -> host. `within`: the time that they had, in words.
@@ -244,24 +224,9 @@ class Watchdog:
             return Failure.by_launcher(LauncherFailure.GRACE_EXCEEDED, reason, first, left[first])
 
         suspicion = Suspicion("grace", reason, awaited_ranks(views), {view.rank: view for view in views})
-        return replace(explain(suspicion, self._evidence(suspicion)), kind=LauncherFailure.GRACE_EXCEEDED)
+        return replace(explain(suspicion, _evidence(suspicion, answers)), kind=LauncherFailure.GRACE_EXCEEDED)
 
-    def _evidence(self, suspicion: Suspicion) -> Evidence:
-        """Return the stacks, and what follows from the collectives if all ranks have sent theirs."""
-        # A process whose run is closed answers, too, but is not part of the suspicion.
-        stacks = {rank: text for rank, text in self._stacks.items() if rank in suspicion.views}
-        collectives = {rank: entered for rank, entered in self._collectives.items() if rank in suspicion.views}
-
-        # If torch has changed its format, only the stacks are used. A rank that did not answer cannot be compared.
-        findings = flight_recorder.Findings()
-        if len(collectives) == len(suspicion.views):
-            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                findings = flight_recorder.analyse(collectives)
-
-        holders = gil_holders(stacks, collectives)
-        return Evidence(stacks, findings, holders, ranks_ahead(suspicion, findings))
-
-    def _is_compiling(self, suspicion: Suspicion) -> bool:
+    def _is_compiling(self, suspicion: Suspicion, answers: Answers) -> bool:
         """Return whether a rank is compiling, which is not a hang.
 
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
@@ -269,5 +234,21 @@ class Watchdog:
         """
         # After that time even compiling counts as a hang.
         young = [view.rank for view in suspicion.views.values() if view.age <= self._config.first]
-        compiling = any(_COMPILING.search(self._stacks.get(rank, "")) for rank in young)
+        compiling = any(_COMPILING.search(answers.stacks.get(rank, "")) for rank in young)
         return compiling and not suspicion.awaits_halted_rank
+
+
+def _evidence(suspicion: Suspicion, answers: Answers) -> Evidence:
+    """Return the stacks, and what follows from the collectives if all ranks have sent theirs."""
+    # A process whose run is closed answers, too, but is not part of the suspicion.
+    stacks = {rank: text for rank, text in answers.stacks.items() if rank in suspicion.views}
+    collectives = {rank: entered for rank, entered in answers.collectives.items() if rank in suspicion.views}
+
+    # If torch has changed its format, only the stacks are used. A rank that did not answer cannot be compared.
+    findings = flight_recorder.Findings()
+    if len(collectives) == len(suspicion.views):
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            findings = flight_recorder.analyse(collectives)
+
+    holders = gil_holders(stacks, collectives)
+    return Evidence(stacks, findings, holders, ranks_ahead(suspicion, findings))

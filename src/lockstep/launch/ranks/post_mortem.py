@@ -72,12 +72,12 @@ class LocalRank:
 
 
 def examine(rank: LocalRank, code: int, when: float) -> RankExit:
-    """Return how a rank ended with this exit code. `when`: the time at which its end was noticed."""
+    """Return how a rank exited with this code. `when`: the time at which its exit was noticed."""
     record = rank_record.read(rank.folder, rank.number)
     failure = record.failure if record else None
 
     if failure is None and code in CLEAN:
-        planned = _planned_end(rank, code, record)
+        planned = _planned_exit(rank, code, record)
         if planned is not None:
             return planned
 
@@ -101,15 +101,15 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
 
 
-def _planned_end(rank: LocalRank, code: int, record: RankExit | None) -> RankExit | None:
-    """Return the end of a rank that has finished, or exited as it was asked to; None if no record shows that.
+def _planned_exit(rank: LocalRank, code: int, record: RankExit | None) -> RankExit | None:
+    """Return the exit of a rank that has finished, or exited as it was asked to; None if no record shows that.
 
     `code` alone does not show it: any library may exit with the same one.
     """
     if record is not None:
         return record if record.code == code else None
 
-    # A full disk leaves an empty record: the rank did end as planned, but whether it saved is unknown.
+    # A full disk leaves an empty record: the rank did exit as planned, but whether it saved is unknown.
     if rank_record.exists(rank.folder, rank.number):
         return RankExit.as_asked("nothing") if code else RankExit(code)
 

@@ -52,20 +52,20 @@ RunRank = Callable[..., NoReturn]  # `rank_process.main` but for the spec and th
 
 @dataclass(frozen=True)
 class RankChange:
-    """A report of the zygote about a rank: its start, or its end, which has an exit code."""
+    """A report of the zygote about a rank: its start, or its exit, which has a code."""
 
     rank: int
-    pid: int | None  # None if the system refused its process: then it has ended before it started
+    pid: int | None  # None if the system refused its process: then it has exited before it started
     code: int | None = None
 
     @property
-    def is_end(self) -> bool:
+    def is_exit(self) -> bool:
         return self.code is not None
 
     @property
     def answers_request(self) -> bool:
         """Whether this is the first report about the rank."""
-        return not self.is_end or self.pid is None
+        return not self.is_exit or self.pid is None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -230,7 +230,7 @@ def _record_refusal(folder: Path, rank: int, error: OSError) -> None:
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Read a request and the file descriptors that come with it. Raises ConnectionError if the launcher is gone."""
-    # The files come with the first byte; the rest of the request is plain data.
+    # The descriptors arrive with the first byte; the rest of the request is plain data.
     head, fds, _, _ = socket.recv_fds(control, LENGTH_BYTES, 1)
     head += _read_exactly(control, LENGTH_BYTES - len(head))
 

@@ -12,6 +12,7 @@ from lockstep.launch.decisions.recovery import (
     Drop,
     End,
     EndPreempted,
+    NodeSituation,
     Restart,
     Situation,
     UndoResize,
@@ -46,6 +47,9 @@ SAVE_FAILED = "the save failed, and there is no checkpoint"
 TOO_FEW = "1 node left, and 2 needed"
 FAILED = End(JobEnd(ExitCode.FAILED, NO_IMPORT), "it would end the same way")
 ASKED = {"preempt_signal": "SIGTERM"}
+GONE = NodeSituation(is_member=False, can_be_spared=False)
+NEEDED = NodeSituation(is_member=True, can_be_spared=False)
+SPARE = NodeSituation(is_member=True, can_be_spared=True)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ ASKED = {"preempt_signal": "SIGTERM"}
         (GRACE_EXCEEDED, replace(SAVED, **ASKED), EndPreempted()),
         (LOST, replace(SAVED, shortage=TOO_FEW), End(JobEnd(ExitCode.RESTART, LOST), TOO_FEW)),
         (LOST, SAVED, Restart()),
-        (NO_SETUP, replace(UNSAVED, node_is_member=True), End(JobEnd(ExitCode.FAILED, NO_SETUP), RECURS)),
+        (NO_SETUP, UNSAVED, End(JobEnd(ExitCode.FAILED, NO_SETUP), RECURS)),
     ],
 )
 def test_the_rules_for_failures(failure, situation, decision):
@@ -121,27 +125,27 @@ def test_the_rules_for_requests(situation, arguments, decision):
 
 
 @pytest.mark.parametrize(
-    ("failure", "facts", "drop"),
+    ("failure", "node", "drop"),
     [
-        (LOST, {"node_is_member": True}, Drop()),
-        (LOST, {}, None),
-        (NO_IMPORT, {"node_is_member": True, "can_spare_node": True}, Drop(dismiss=True)),
-        (NO_SETUP, {"node_is_member": True, "can_spare_node": True}, Drop(dismiss=True)),
-        (NO_SETUP, {"node_is_member": True}, None),
-        (KILLED, {"node_is_member": True, "can_spare_node": True}, None),
+        (LOST, NEEDED, Drop()),
+        (LOST, GONE, None),
+        (NO_IMPORT, SPARE, Drop(dismiss=True)),
+        (NO_SETUP, SPARE, Drop(dismiss=True)),
+        (NO_SETUP, NEEDED, None),
+        (KILLED, SPARE, None),
     ],
 )
-def test_which_nodes_the_job_does_without(failure, facts, drop):
-    assert node_to_drop(failure, replace(SAVED, **facts)) == drop
+def test_which_nodes_the_job_does_without(failure, node, drop):
+    assert node_to_drop(failure, node) == drop
 
 
 def test_how_a_job_ends_whose_nodes_are_too_few():
     ended = if_none_can_start(TOO_FEW, SAVED)
-    assert (ended.ending.code, ended.ending.failure.message, ended.reason) == (ExitCode.RESTART, TOO_FEW, TOO_FEW)
+    assert (ended.result.code, ended.result.failure.message, ended.reason) == (ExitCode.RESTART, TOO_FEW, TOO_FEW)
     no_restart = LauncherSettings(restart=RestartConfig(per_hour=0))
-    assert if_none_can_start(TOO_FEW, replace(SAVED, settings=no_restart)).ending.code == ExitCode.FAILED
+    assert if_none_can_start(TOO_FEW, replace(SAVED, settings=no_restart)).result.code == ExitCode.FAILED
     assert if_none_can_start(TOO_FEW, replace(SAVED, **ASKED)) == EndPreempted()
-    assert if_none_can_start(TOO_FEW, replace(UNSAVED, **ASKED)).ending.code == ExitCode.FAILED
+    assert if_none_can_start(TOO_FEW, replace(UNSAVED, **ASKED)).result.code == ExitCode.FAILED
 
 
 def test_a_restart_is_refused_once_the_hour_has_had_its_restarts():

@@ -20,7 +20,7 @@ from lockstep.launch.hangs.explanation import Evidence, explain
 from lockstep.launch.hangs.flight_recorder import Findings
 from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, main_thread, worker_pids, workers
 from lockstep.launch.hangs.suspicion import Peers, RankView, suspect, timeout_of, view_of
-from lockstep.launch.hangs.watchdog import Watchdog
+from lockstep.launch.hangs.watchdog import Answers, Watchdog
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "all-reduce": 0.2, "update": 0.1, "collective": 0.1}
@@ -174,10 +174,10 @@ def entries(*numbers, done=True):
 def judged(views, stacks, collectives):
     watch = Watchdog(HangConfig())
     for second in range(12):
-        if look(watch, [replace(seen, age=float(second)) for seen in views], now=second):
+        suspicion = look(watch, [replace(seen, age=float(second)) for seen in views], now=second)
+        if suspicion:
             break
-    watch.add_answers(stacks, collectives)
-    return watch.verdict()
+    return watch.verdict(suspicion, Answers(stacks, collectives))
 
 
 def test_a_hang_in_the_last_backward_is_attributed_between_two_ranks():
@@ -271,8 +271,7 @@ def test_compiling_again_is_no_hang_but_not_for_ever():
 
     def compiles(config, stack):
         watch = Watchdog(config)
-        watch.add_answers({0: "", 1: stack}, {})
-        return watch._is_compiling(suspect(views, HangConfig()))
+        return watch._is_compiling(suspect(views, HangConfig()), Answers({0: "", 1: stack}))
 
     assert not compiles(HangConfig(), running)
     assert not compiles(HangConfig(first=50.0), compiling)
@@ -284,8 +283,8 @@ def test_a_rank_that_compiles_is_no_excuse_for_one_that_is_stopped():
     watch = Watchdog(HangConfig())
     views = [view(0, "compute", 1.0), view(1, "data", 9.0, state="T")]
     suspicion = [look(watch, views, now=second) for second in range(5)][-1]
-    watch.add_answers({0: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'}, {})
-    assert not watch._is_compiling(suspicion)
+    answers = Answers({0: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'})
+    assert not watch._is_compiling(suspicion, answers)
 
 
 def test_a_rank_that_compiles_is_left_alone_for_a_while():
@@ -293,8 +292,8 @@ def test_a_rank_that_compiles_is_left_alone_for_a_while():
     views = [view(0, "all-reduce", 60.0), view(1, "compute", 60.0)]
     alarms = [look(watch, views, now=second) for second in range(7)]
     assert alarms[-1]
-    watch.add_answers({1: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'}, {})
-    assert watch.verdict() is None
+    answers = Answers({1: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'})
+    assert watch.verdict(alarms[-1], answers) is None
     later = [look(watch, views, now=second) for second in range(7, 17)]
     assert [bool(alarm) for alarm in later] == [False] * 9 + [True]
 
@@ -371,15 +370,27 @@ def stall(watch, views):
 def test_within_the_limits_ranks_are_only_asked_where_they_are():
     watch = Watchdog(HangConfig())
     views = [view(0, "all-reduce", 50.0), view(1, "compute", 50.0, state="R")]
-    assert stall(watch, views).kind == "stall"
-    watch.add_answers({0: stack(("/u/driver.py", 7, "backward")), 1: stack(("/u/layer.py", 9, "forward"))}, {})
-    assert watch.verdict() is None
-    text = watch.take_stall_report()
+    suspicion = stall(watch, views)
+    assert suspicion.kind == "stall"
+    answers = Answers({0: stack(("/u/driver.py", 7, "backward")), 1: stack(("/u/layer.py", 9, "forward"))})
+    assert watch.verdict(suspicion, answers) is None
+    text = watch.take_stall_report(suspicion, answers)
     assert "rank 1 has been in phase compute of step 41 for 45 s; the timeout is 60 s, by hang.least" in text
     assert "rank 1 is at: /u/layer.py:9 forward" in text
     assert "1 rank waits at: /u/driver.py:7 backward (rank 0)" in text
     assert look(watch, views, now=46.0) is None  # asked once for each stall
-    assert watch.take_stall_report() is None
+    assert watch.take_stall_report(suspicion, answers) is None
+
+
+def test_a_stall_that_was_shown_does_not_put_off_the_timeout():
+    watch = Watchdog(HangConfig())
+    views = [view(0, "all-reduce", 45.0), view(1, "compute", 45.0, state="R")]
+    assert watch.take_stall_report(stall(watch, views), Answers())
+    kinds = []
+    for second in range(46, 65):
+        suspicion = look(watch, [replace(seen, age=float(second)) for seen in views], now=second)
+        kinds.append(suspicion and suspicion.kind)
+    assert kinds[-1] == "timeout"
 
 
 def test_later_stalls_are_shown_but_not_each_step_of_a_slow_program():
@@ -389,23 +400,21 @@ def test_later_stalls_are_shown_but_not_each_step_of_a_slow_program():
         begin = number * 50.0
         for second in range(50):
             views = [replace(view(rank, "compute", float(second), state="R"), beats=number) for rank in (0, 1)]
-            look(watch, views, now=begin + second)
-            watch.add_answers({0: stack(("/u/layer.py", 9, "forward")), 1: stack(("/u/layer.py", 9, "forward"))}, {})
-            if watch.take_stall_report():
+            suspicion = look(watch, views, now=begin + second)
+            if suspicion and watch.take_stall_report(suspicion, Answers()):
                 shown.append(number)
-                watch.forget_answers()
     assert shown == [0, 12, 24]
 
 
 def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     watch = Watchdog(HangConfig())
     views = [view(0, "user code", 50.0), view(1, "all-reduce", 50.0), view(2, "all-reduce", 50.0)]
-    assert stall(watch, views).kind == "stall"
+    suspicion = stall(watch, views)
+    assert suspicion.kind == "stall"
     reduces = entries(100, 101, done=False)
     stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: "", 2: ""}
     mismatch = [*entries(100), reduces[1] | {"profiling_name": "gloo:barrier"}]
-    watch.add_answers(stacks, {0: mismatch, 1: reduces, 2: reduces})
-    failure = watch.verdict()
+    failure = watch.verdict(suspicion, Answers(stacks, {0: mismatch, 1: reduces, 2: reduces}))
     assert failure.rank == 0
     assert "rank 0 is at: /u/task.py:12 after_step" in failure.traceback
     assert "collective 101 differs: rank 0 did barrier" in failure.traceback
@@ -415,12 +424,11 @@ def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
 @pytest.mark.parametrize("change", [{"profiling_name": None}, {"collective_seq_id": "101"}], ids=str)
 def test_if_torch_changes_its_format_a_hang_is_explained_by_the_stacks(change):
     watch = Watchdog(HangConfig())
-    stall(watch, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)])
+    suspicion = stall(watch, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)])
     (entry,) = entries(100)
     other = entry | {"profiling_name": "gloo:barrier"}
     stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: ""}
-    watch.add_answers(stacks, {0: [entry | change], 1: [other | change]})
-    failure = watch.verdict()
+    failure = watch.verdict(suspicion, Answers(stacks, {0: [entry | change], 1: [other | change]}))
     assert "/u/task.py:12 after_step" in failure.traceback
     assert "process group" not in failure.traceback
 
@@ -429,10 +437,11 @@ def test_if_torch_changes_its_format_a_hang_is_explained_by_the_stacks(change):
 def test_a_proven_deadlock_is_told_from_a_hang(name):
     """More time would not help, so it raises no limit."""
     watch = Watchdog(HangConfig())
-    assert stall(watch, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)]).kind == "timeout"
+    suspicion = stall(watch, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)])
+    assert suspicion.kind == "timeout"
     reduces = entries(100, 101, done=False)
-    watch.add_answers({0: "", 1: ""}, {0: [reduces[0], reduces[1] | {"profiling_name": name}], 1: reduces})
-    failure = watch.verdict()
+    collectives = {0: [reduces[0], reduces[1] | {"profiling_name": name}], 1: reduces}
+    failure = watch.verdict(suspicion, Answers({0: "", 1: ""}, collectives))
     assert failure.noticed_as(LauncherFailure.HANG if name == "gloo:all_reduce" else LauncherFailure.DEADLOCK)
 
 

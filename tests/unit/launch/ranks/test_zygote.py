@@ -49,7 +49,7 @@ def forked(
         client.fork(rank, client.env | own, {}, folder / f"log-{rank}", lifeline)
     changes: list[RankChange] = []
     until = time.monotonic() + 60
-    while client.alive and sum(change.is_end for change in changes) < ranks and time.monotonic() < until:
+    while client.alive and sum(change.is_exit for change in changes) < ranks and time.monotonic() < until:
         changes += client.poll()
         time.sleep(0.01)
     alive = client.alive
@@ -201,7 +201,7 @@ def test_a_zygote_that_the_system_refuses_is_tried_again_and_requests_wait(refus
     refused.clear()
     changes: list[RankChange] = []
     until = time.monotonic() + 60
-    while not any(change.is_end for change in changes) and time.monotonic() < until:
+    while not any(change.is_exit for change in changes) and time.monotonic() < until:
         changes += client.poll()
         time.sleep(0.01)
     client.close()
