@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
+from lockstep.callbacks import Unfreeze
 from lockstep.engine.own_loop import OwnRun, SeveralModels, _are_trained_in_turn
 from lockstep.runtime.world import World
 from lockstep.task import Loss
@@ -312,6 +313,33 @@ def test_sam_is_what_it_is_in_plain_pytorch(pool: Pool, world: int, values: dict
     expected = plain_sam()
     for weights in pool.run(train_sam, values, world=world):
         assert (weights - expected).abs().max() <= 1e-12
+
+
+def measure_before_unfreezing(world: World, store: Any) -> list[tuple[float, float]]:
+    """A job: the norm of each step, measured and applied without a change in between; one layer is trained later."""
+    found = []
+    with open_watched(world, store, VALUES) as builder:
+        own = OwnRun(builder)
+        own.add_callback(Unfreeze({"0.*": 3}))
+        plain = network()
+        model, _ = own.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in own.steps(DATA, passes=2):
+            for (x,) in step:
+                step.backward(cost(model, x), weight=len(x))
+            measured = step.measure()
+            assert (next(model.parameters()).grad is None) == (step.index < 3)
+            for (x,) in step:
+                step.backward(cost(model, x), weight=len(x))
+            applied = step.apply()
+            assert applied is not None
+            found.append((measured.grad_norm, applied.grad_norm))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_measured_gradient_leaves_out_what_is_not_trained_yet(pool: Pool, world: int) -> None:
+    for measured, applied in pool.run(measure_before_unfreezing, world=world)[0]:
+        assert measured == pytest.approx(applied, rel=1e-12)
 
 
 def skip_after_measuring(world: World, store: Any, values: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Moves batches from the host to the device: `Transfer` is the way of every batch after collate."""
+"""Moves batches from the host to the device: every batch passes through `Transfer` after collate."""
 
 from __future__ import annotations
 

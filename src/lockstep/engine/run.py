@@ -154,7 +154,7 @@ class Run:
             for part in parts:
                 part.begin_micro_batch()
 
-            # The forward is no part of the wait: it runs at the yield.
+            # Time only the wait: the forward runs at the yield.
             began = time.perf_counter()
             micro = next(iterator, None)
             if micro is None:

@@ -85,10 +85,8 @@ class Stepper:
         # Whether the host reads the outcome one step late, see `look_for_hooks`.
         self.reads_outcome_late = self._can_read_late()
 
-        # Changed by every step.
-        self.progress = StepProgress(
-            context, StepBatches(0, (), 0), 0
-        )  # the progress of the current step; empty before the first
+        # Changed by every step. The progress is that of the current step, and empty before the first.
+        self.progress = StepProgress(context, StepBatches(0, (), 0), 0)
         self.counters = Counters()
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
@@ -161,6 +159,9 @@ class Stepper:
 
     def measure(self, progress: StepProgress, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
+        if self._trained_parameters is not None:
+            reduced = self._trained_parameters.drop_untrained(reduced, progress.step)
+
         word, weight = self._wait_for_word(reduced)
         if word.weight:
             to_mean = self._to_mean(reduced, weight)

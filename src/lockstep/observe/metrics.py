@@ -252,7 +252,7 @@ class Interval:
         self._begin(time.perf_counter())
 
     def restart_clock(self) -> None:
-        """Count the time from here on: what came before was no training."""
+        """Restart the clock: the earlier time was not training."""
         self._began = time.perf_counter()
         self.data_wait_s = 0.0
         self.micro_batches = 0

@@ -81,7 +81,19 @@ def parallelize(
 
     # What the user has compiled stays as it is.
     compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
-    setup = DriverSetup(config, runtime, precision, role, axes, log_event, task, compiled, data, hooks, register)
+    setup = DriverSetup(
+        config,
+        runtime,
+        precision,
+        role,
+        axes,
+        log_event,
+        task=task,
+        compiled=compiled,
+        data=data,
+        hooks=hooks,
+        register=register,
+    )
     driver = _make_driver(model, mesh, setup)
     check_hooks(hooks, model, runtime)
 

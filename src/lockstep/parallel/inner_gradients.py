@@ -67,8 +67,8 @@ class InnerGradient:
         )
 
 
-# What computes gradients now, and a function that sets it. Whoever intercepts gradients restores what was there: it is
-# torch's own engine, unless the run is inside the loss, or the loop, of another run. Both are functions of C.
+# These return and set what computes gradients. An interceptor restores the previous engine: it is torch's own, unless
+# the run is inside the loss, or the loop, of another run. Both are functions of C: each micro-batch calls them.
 current_engine = partial(getattr, _autograd, "_engine_run_backward")
 set_engine = partial(setattr, _autograd, "_engine_run_backward")
 

@@ -42,7 +42,7 @@ class ExactReducer(StepPart, ABC):
 
     @abstractmethod
     def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
-        """Do what `MicroBatchDriver.reduce` does. It is called in the place of that."""
+        """Replace `MicroBatchDriver.reduce` in exact mode."""
 
     @abstractmethod
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -237,7 +237,7 @@ def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool
     stages, used = make_stages(model, setup.task, config, setup.data, count, setup.precision)
 
     by_tensor = stages_by_tensor(model, used)
-    _check_norms(model, by_tensor)
+    _refuse_shared_batchnorm(model, by_tensor)
     _broadcast_one_by_one(model, runtime)
 
     # Stages are assigned to the ranks round-robin. A tensor that no stage uses is on all ranks.
@@ -286,7 +286,7 @@ def _role_in(split: _Split, setup: DriverSetup, mesh: Mesh) -> RankRole:
     )
 
 
-def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:
+def _refuse_shared_batchnorm(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:
     """Refuse a BatchNorm that two stages use: each stage would update its own copy of the running statistics."""
     for name, module in model.named_modules():
         tensors = [f"{name}.{tensor}".lstrip(".") for tensor in ("running_mean", "weight")]
