@@ -252,7 +252,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
-        captured = self.state.capture(digests=False)
+        captured = self.state.capture(tensors_only=True)
         self._saver.prepare(self.state.shards_of(captured.tensors, self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:

@@ -158,11 +158,12 @@ class RunState:
             if len({by_name[name] for by_name in digests}) > 1:
                 log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def capture(self, digests: bool = True) -> CapturedState:
+    def capture(self, tensors_only: bool = False) -> CapturedState:
         """Return the state of the run, without the state of the loop.
 
-        `digests`: whether to compute the digests in the JSON state, which take time.
-        Collective if the `state_dict` of the data source is, and with `digests` also under fsdp with
+        `tensors_only`: leave out what is not needed to find the tensors: digests, which take time, and the state of the
+        stepper, which is not known while the outcome of a step is pending.
+        Collective if the `state_dict` of the data source is, and unless `tensors_only` also under fsdp with
         checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
         tensors: dict[str, CapturedTensor] = {}
@@ -175,22 +176,21 @@ class RunState:
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
         encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
 
-        # Between two steps, the state of the stepper is a few counters, without tensors.
-        stepper_tensors: dict[str, Tensor] = {}
-        stepper = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
-        assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
-
         # The keys are part of the file format (see CONTRIBUTING).
         json_state = {
             "model": model,
             "optimizers": optimizers,
             "stateful": encoded,
             "required": sorted(name for name in self.registered.required if states[name]),
-            "stepper": stepper,
         }
-        if digests:
+        if not tensors_only:
             json_state["model"] = {**model, "frozen_digests": self._model_state.frozen_digests()}
             json_state["upcoming"] = digest_of_upcoming(self.source)
+
+            # Between two steps, the state of the stepper is a few counters, without tensors.
+            stepper_tensors: dict[str, Tensor] = {}
+            json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+            assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
 
         return CapturedState(tensors, aliases, json_state, states)
 
