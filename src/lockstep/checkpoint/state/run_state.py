@@ -177,7 +177,7 @@ class RunState:
         encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
 
         # The keys are part of the file format (see CONTRIBUTING).
-        json_state = {
+        json_state: JsonDict = {
             "model": model,
             "optimizers": optimizers,
             "stateful": encoded,
