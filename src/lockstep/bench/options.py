@@ -175,7 +175,7 @@ def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
         raise UserError("--seconds and --repeats both say how many rounds there are", "", "leave one of them out")
 
 
-# The kinds that measure something of their own, with the advice to somebody who names a target.
+# The kinds that measure something of their own, with the advice for a user who names a target.
 WITHOUT_TARGET = {
     "checkpoint": ("saves tensors of its own", "set their size with --megabytes"),
     "start": ("starts a script of its own", "leave them out"),

@@ -113,7 +113,7 @@ class CheckpointMetrics:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a later evaluation into a committed checkpoint. Raise OSError."""
-        # Somebody may have deleted the checkpoint.
+        # The checkpoint may have been deleted.
         checkpoint = Checkpoint.of(self.storage, step)
         if checkpoint.exists():
             write_metrics(checkpoint, metrics)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 
-# Errors that last until somebody makes room or grants permission. After such an error a run does not wait.
+# Errors that last until a person makes room or grants permission. After such an error a run does not wait.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EROFS)
 

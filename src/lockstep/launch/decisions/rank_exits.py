@@ -102,7 +102,7 @@ class RankExits:
             self._failure_handler.handle(attempt.root_failure(), now)
             return
 
-        # Nobody asked the ranks to save: they have finished.
+        # The ranks were not asked to save: they have finished.
         if attempt.save_outcome is None:
             self._state.end(JobEnd(ExitCode.FINISHED))
             return
