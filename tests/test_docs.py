@@ -16,7 +16,7 @@ import pytest
 
 import preloaded
 from lockstep.config import KEYS
-from lockstep.config.schema import SECTIONS
+from lockstep.config.schema import RENAMED, SECTIONS
 from lockstep.config.settings import typed
 from lockstep.engine.checks.names import REGISTRIES, USER_CLASSES
 from pages import ENDED, ROOT
@@ -201,11 +201,17 @@ def test_messages_that_the_page_on_machines_explains_are_printed():
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_files_that_a_page_names_exist(page):
     sections = "|".join(SECTIONS - {"task"})
+    keys = {*KEYS, *RENAMED} if page == "CHANGELOG.md" else KEYS
     for code in inline_code(page):
         if key := re.fullmatch(rf"((?:{sections})\.(?!safetensors)\w+)(=\S*)?", code):
-            assert key[1] in KEYS, f"{page} names {code}"
+            assert key[1] in keys, f"{page} names {code}"
         if re.fullmatch(r"[\w/]+\.py", code) and "/" in code:
             assert (ROOT / code).exists() or (ROOT / "src/lockstep" / code).exists(), f"{page} names {code}"
+
+
+def test_the_changelog_has_the_new_name_of_every_old_key():
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert RENAMED.items() <= dict(rows).items()
 
 
 @pytest.mark.parametrize("page", PAGES)
