@@ -279,7 +279,7 @@ def hidden_output(found: str) -> UserError:
     """Return the error for outputs on which FSDP could not set its hooks."""
     return UserError(
         "FSDP could not hook the backward of a block, or of the model: forward returns its tensors inside an object "
-        "that torch does not look into",
+        "that torch does not look into, or keeps one as an attribute, which the loss uses",
         found,
         "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or set strategy=ddp",
     )
