@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some_names
 from lockstep.parallel.driver import no_gradient
 from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
-from lockstep.parallel.fsdp.torch_private import ReduceScatter
+from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.micro_batches import ExactReducer
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.sharded import ShardedDriver
@@ -45,7 +47,7 @@ class OrderedShards(ExactReducer):
 
         # One for each parameter group, since each needs its own tree.
         sharded = [module for module in driver.model.modules() if isinstance(module, FSDPModule)]
-        self._reductions = [_OrderedReduceScatter(self) for _ in sharded]
+        self._reductions = [_OrderedReduceScatter(self, module) for module in sharded]
         for module, reduction in zip(sharded, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)
 
@@ -55,7 +57,7 @@ class OrderedShards(ExactReducer):
 
         # An abandoned step may have left sums behind.
         for reduction in self._reductions:
-            reduction.tree.roots.clear()
+            reduction.clear()
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         # The reduce-scatter of this turn runs inside its backward, and reads what is set here.
@@ -76,7 +78,7 @@ class OrderedShards(ExactReducer):
     def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
         """Check that every tree of the step is complete, and gather the norms with the control word."""
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
-        if any(reduction.tree.roots for reduction in self._reductions):
+        if any(tree.roots for reduction in self._reductions for tree in reduction.trees.values()):
             raise UserError(
                 "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
                 "earlier micro-batches of the step use it",
@@ -153,13 +155,31 @@ class OrderedShards(ExactReducer):
         return gathered[:, :LENGTH], rows
 
 
-class _OrderedReduceScatter(ReduceScatter):
-    """The reduce-scatter of one parameter group. Unlike torch's, it adds the terms in the order of the tree."""
+class _OrderedReduceScatter(torch_private.ReduceScatter):
+    """The reduce-scatter of one parameter group. Unlike torch's, it adds the terms in the order of the tree.
 
-    def __init__(self, reducer: OrderedShards) -> None:
-        self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
+    It is called once for each dtype of the group's gradients.
+    """
+
+    def __init__(self, reducer: OrderedShards, module: FSDPModule) -> None:
+        self.trees = defaultdict[torch.dtype, TreeSum[Tensor]](partial(TreeSum, Tensor.add_))
         self._reducer = reducer
-        self._last: Turn | None = None  # the last turn whose gradients were reduced
+        self._last: dict[torch.dtype, Turn] = {}  # the last turn whose gradients of the dtype were reduced
+
+        # Which parameters have a gradient in this turn, and had one in the first turn of the step.
+        self._parameters = torch_private.grouped_parameters(module)
+        self._present: list[bool] = []
+        self._first: list[bool] | None = None
+        if self._parameters:
+            torch_private.call_before_reduction(module, self._note_gradients)
+
+    def clear(self) -> None:
+        self.trees.clear()
+        self._first = None
+
+    def _note_gradients(self) -> None:
+        # It is judged in the reduction itself, when all ranks have found that they agree.
+        self._present = list(map(torch_private.has_gradient, self._parameters))
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -171,29 +191,46 @@ class _OrderedReduceScatter(ReduceScatter):
         # Outside a step there are no turns: every backward is a whole sum, of one micro-batch on each rank.
         current = self._reducer.turn or Turn(0, group.size(), is_last=True)
 
-        if current is self._last:
+        if current is self._last.get(input_tensor.dtype):
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
                 "the gradients of that block come in parts, one for each call",
                 "set strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
 
-        self._last = current
+        # The terms of all turns are packed in the same way only if they belong to the same parameters.
+        if current.number == 0:
+            self._first = self._present
+        elif self._first != self._present:
+            raise self._different_parameters()
+
+        self._last[input_tensor.dtype] = current
+        tree = self.trees[input_tensor.dtype]
 
         # Every rank receives all terms of its own shard and adds them in the order of the micro-batches.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         for index, term in enumerate(received.chunk(group.size()), current.number * group.size()):
             if index < current.total:  # the rest is padding
-                self.tree.push(Subtree(index, 0), term)
+                tree.push(Subtree(index, 0), term)
 
         if current.is_last:
-            output_tensor.copy_(self.tree.finish())
+            output_tensor.copy_(tree.finish())
             return
 
         # Clone the terms that are views of `received`, so that they do not keep all of its memory alive.
         storage = received.untyped_storage().data_ptr()
-        self.tree.roots = [
+        tree.roots = [
             (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
-            for subtree, term in self.tree.roots
+            for subtree, term in tree.roots
         ]
+
+    def _different_parameters(self) -> UserError:
+        first = self._first or [False] * len(self._present)
+        pairs = zip(self._parameters, first, self._present, strict=True)
+        differing = [torch_private.name_in_module(p) for p, before, now in pairs if before != now]
+        return UserError(
+            "exact=true cannot be used under fsdp: the micro-batches of a step use different parameters of a block",
+            f"only some of them have a gradient for {some_names(differing, 4)}",
+            "use every parameter for every micro-batch, or set strategy=ddp",
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,9 +56,13 @@ class FSDPDriver(ShardedDriver):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
         _check_shardable(model, config)
+        self._strategy = config.strategy
         self._reshard_after_forward = config.strategy_record.reshard_after_forward
         self._tp_group = axes.along("tp") if axes else None
         self._dp_group = setup.dp_group
+
+        # Sharding replaces them in the modules, but not in a list or in an object of the user.
+        self._originals = {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim()}
 
         blocks = find_blocks(model, config.blocks)
         separate_blocks = blocks_without_shared_parameters(blocks, model)
@@ -174,6 +179,8 @@ class FSDPDriver(ShardedDriver):
 
         # The first step is enough: blocks return outputs of the same structure in all steps.
         if self._collective_check.steps == 1:
+            self._check_originals()
+            self._check_unchanged()
             self._check_reduced()
 
         if control_word is not None:
@@ -208,6 +215,32 @@ class FSDPDriver(ShardedDriver):
         unreduced = [names[id(sharded)] for sharded, full in self._gathered() if full.grad is not None]
         if unreduced:
             raise hidden_output(f"the gradient of {unreduced[0]!r} was not reduced")
+
+    def _check_originals(self) -> None:
+        """Raise if the loss depends on a parameter of before the sharding: it would never be trained."""
+        for name, original in self._originals.items():
+            parameter = original()
+            if parameter is not None and parameter.grad is not None:
+                raise UserError(
+                    f"strategy={self._strategy} replaces the parameter {name!r} by a shard of it, and the loss "
+                    "still uses the full one, which is not trained",
+                    "it is kept in a list, a dictionary or another object, where torch cannot replace it",
+                    "keep it in an nn.ParameterList, or read the module's attribute in every forward; "
+                    "or set strategy=ddp or strategy=zero1",
+                )
+
+    def _check_unchanged(self) -> None:
+        """Raise if a forward has changed a gathered parameter: its shard stays as it was."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        changed = [names[id(sharded)] for sharded, full in self._gathered() if full._version]
+        if changed:
+            raise UserError(
+                f"strategy={self._strategy} gathers parameters for a forward only, and a forward changes "
+                f"{changed[0]!r} in place: the change would be lost",
+                "max_norm of nn.Embedding does this, for example",
+                "compute the changed values in a tensor of their own, or change parameters in after_step(run, result); "
+                "or set strategy=ddp",
+            )
 
     def _gathered(self) -> list[tuple[Tensor, Tensor]]:
         """Return (shard, gathered parameter) of every parameter that has been gathered so far."""
@@ -246,7 +279,7 @@ def hidden_output(found: str) -> UserError:
     """Return the error for outputs on which FSDP could not set its hooks."""
     return UserError(
         "FSDP could not hook the backward of a block, or of the model: forward returns its tensors inside an object "
-        "that torch does not look into",
+        "that torch does not look into, or keeps one as an attribute, which the loss uses",
         found,
         "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or set strategy=ddp",
     )
@@ -284,11 +317,12 @@ def _free_memory(device: torch.device) -> tuple[str, float]:
 
 
 def configure_sharding(model: nn.Module) -> None:
-    """Make FSDP sum gradients instead of averaging, and keep recurrent layers from moving their gathered weights."""
+    """Make FSDP sum gradients of any dtypes instead of averaging, and keep recurrent layers from moving weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            torch_private.reduce_each_dtype(module)
 
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _do_not_flatten  # pyrefly: ignore[bad-assignment]
@@ -320,6 +354,16 @@ def scalars(model: nn.Module) -> list[nn.Parameter]:
 
 def _check_shardable(model: nn.Module, config: RunConfig) -> None:
     """Refuse parameters that torch's FSDP cannot shard, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UserError(
+                f"strategy={config.strategy} cannot shard the parameters of {name or 'the model'!r}, which is compiled "
+                "by TorchScript",
+                f"it is a {type(module).__name__}",
+                "leave torch.jit.script and torch.jit.trace out (compile=true compiles the model); or set "
+                "strategy=ddp or strategy=zero1",
+            )
+
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous():
             problem, fix = "is not contiguous", "call model.to(memory_format=torch.contiguous_format), or .contiguous()"

@@ -1,9 +1,10 @@
 """The private members of torch's FSDP2 that Lockstep uses. No other module knows them (torch 2.11 to 2.13).
 
 FSDP2's public functions shard, gather and reshard. They show neither the gathered parameters nor which of these have a
-gradient, call nothing before a reduction, reduce nothing but at the end of a backward, and do not recover from a
-backward that raised. `fully_shard` gives every module a state; if the module has parameters of its own, or of children
-that are not sharded themselves, the state has a parameter group: they are gathered and reduced together.
+gradient, call nothing before a reduction, reduce nothing but at the end of a backward, take gradients of one dtype
+only, and do not recover from a backward that raised. `fully_shard` gives every module a state; if the module has
+parameters of its own, or of children that are not sharded themselves, the state has a parameter group: they are
+gathered and reduced together.
 """
 
 from __future__ import annotations
@@ -65,6 +66,44 @@ def call_before_reduction(module: FSDPModule, function: Callable[[], None]) -> N
         function()
         reduce(*unused)
 
+    group.post_backward = post_backward
+
+
+def reduce_each_dtype(module: FSDPModule) -> None:
+    """Reduce the gradients of each dtype by themselves, if the group's trainable parameters have several.
+
+    torch gathers parameters of any dtypes together, but it packs all gradients into one tensor, and so refuses such a
+    group in the first forward.
+    """
+    parameters = grouped_parameters(module)
+    dtypes = list(dict.fromkeys(shard(p).dtype for p in parameters if shard(p).requires_grad))
+    if len(dtypes) < 2:
+        return
+
+    group = _group(module)
+    reduce = group.post_backward
+    group._orig_dtype = group._reduce_dtype = None  # a gradient is reduced, and kept, in its own dtype
+
+    def init_dtypes() -> None:
+        for parameter in parameters:
+            parameter.init_dtype_attrs(group.mp_policy)
+
+    def post_backward(*unused: Any) -> None:
+        reshards = group.reshard_after_backward
+
+        # All but the first dtype, with the parameters still gathered.
+        try:
+            group.reshard_after_backward = False
+            for dtype in dtypes[1:]:
+                group.fsdp_params = [p for p in parameters if shard(p).dtype == dtype]
+                reduce(*unused)
+        finally:
+            group.fsdp_params, group.reshard_after_backward = parameters, reshards
+
+        # The gradients that are left have the first dtype.
+        reduce(*unused)
+
+    group._init_mp_dtypes = init_dtypes
     group.post_backward = post_backward
 
 

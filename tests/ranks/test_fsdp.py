@@ -1,0 +1,170 @@
+"""What torch's FSDP takes with help only, and what it cannot do: refused, where it would be silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pool import Pool
+from ranks.support import Regression, assert_user_errors, fit
+from ranks.test_strategies import STRATEGIES, WIDTH, Block, Ragged, Small, assert_close, final
+
+# ---- trainable parameters of several dtypes ----
+
+
+class MixedBlock(Block):
+    """Two dtypes in two modules, and in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.double()
+        self.scale = nn.Parameter(torch.ones(1, WIDTH, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.fixed = nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.norm(x.double()) * self.scale * self.fixed[0]).float()
+        return x + self.down(torch.tanh(self.up(y))) + self.shift
+
+
+class MixedModel(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MixedBlock() for _ in range(4))
+        self.head_scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.frozen(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head((x * self.head_scale).float())
+
+
+class Mixed(Ragged):
+    def model(self) -> nn.Module:
+        return MixedModel()
+
+
+class MixedStages(Ragged):
+    """Without a parameter outside of the modules, which a pipeline could not place."""
+
+    def model(self) -> nn.Module:
+        model = Small()
+        model.blocks = nn.ModuleList(MixedBlock() for _ in range(4))
+        return model
+
+
+WAYS: dict[str, tuple[dict[str, Any], int, type[Ragged]]] = {
+    "fsdp": (STRATEGIES["fsdp"], 2, Mixed),
+    "fsdp-grads": (STRATEGIES["fsdp-grads"], 2, Mixed),
+    "meta": ({"strategy": "fsdp", "init": "meta"}, 2, Mixed),
+    "remat": ({"strategy": "fsdp", "remat": "full"}, 2, Mixed),
+    "hsdp": (STRATEGIES["hsdp"], 4, Mixed),
+    "pp x fsdp": (STRATEGIES["pp x fsdp"], 4, MixedStages),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_several_dtypes_train_as_on_one_rank(pool: Pool, way: str) -> None:
+    values, world, kind = WAYS[way]
+    (alone,) = pool.run(final, {}, None, kind, world=1)
+    for found in pool.run(final, values, None, kind, world=world):
+        assert_close(found["weights"], alone["weights"])
+        assert {t.dtype for t in found["weights"].values()} == {torch.float32, torch.float64, torch.bfloat16}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-grads"])
+def test_several_dtypes_in_exact_mode(pool: Pool, strategy: str) -> None:
+    (alone,) = pool.run(final, {"exact": True}, None, Mixed, world=1)
+    for found in pool.run(final, {"exact": True, "strategy": strategy}, None, Mixed, world=2):
+        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=0)
+
+
+# ---- what is refused ----
+
+VALUES = {"global_batch": 8, "micro_batch": 1, "steps": 3, "lr.schedule": "constant"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.out = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.out(x).squeeze(-1)
+
+
+class KeptInAList(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [layer.weight for layer in self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, weight in zip(self.layers, self.kept, strict=True):
+            x = layer(x) + F.linear(x, weight)
+        return self.out(x).squeeze(-1)
+
+
+class ChangedInPlace(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.out.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Limited(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 5, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.embedding((x[:, 0] > 0).long()))
+
+
+def scripted() -> nn.Module:
+    net = Net()
+    net.layers[1] = torch.jit.script(net.layers[1])
+    return net
+
+
+REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "kept": (KeptInAList, ("'layers.0.weight'", "kept in a list", "strategy=ddp")),
+    "changed": (ChangedInPlace, ("'out.weight'", "the change would be lost", "after_step")),
+    "limited": (Limited, ("'embedding.weight'", "max_norm", "strategy=ddp")),
+    "scripted": (scripted, ("'layers.1'", "TorchScript", "strategy=ddp")),
+}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-grads"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_first_update(pool: Pool, case: str, strategy: str) -> None:
+    network, words = REFUSED[case]
+    errors = pool.errors(fit, Regression(network=network), VALUES | {"strategy": strategy}, world=2)
+    assert_user_errors(errors, f"strategy={strategy}", *words)
+
+
+class Alternating(nn.Module):
+    """One of two layers of the same shape in turn: their gradients could be added to one another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"even": nn.Linear(5, 1), "odd": nn.Linear(5, 1)})
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers["odd" if self.calls % 2 else "even"](x).squeeze(-1)
+
+
+def test_exact_mode_refuses_micro_batches_that_use_different_parameters(pool: Pool) -> None:
+    values = VALUES | {"strategy": "fsdp", "exact": True}
+    errors = pool.errors(fit, Regression(network=Alternating), values, world=2)
+    assert_user_errors(errors, "exact=true", "different parameters", "layers.even.weight", "layers.odd.weight")
