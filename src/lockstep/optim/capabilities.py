@@ -163,10 +163,7 @@ def _is_users(hook: Any) -> bool:
 
 
 class StepHooks:
-    """The user's hooks on the steps of optimizers: which of them are refused, and whether there are new ones.
-
-    A step compares `live` with `seen` itself, which costs no call, and looks again if they differ.
-    """
+    """The user's hooks on the steps of optimizers: which of them are refused, and whether there are new ones."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self._optimizers = optimizers
