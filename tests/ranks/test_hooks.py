@@ -188,7 +188,7 @@ def test_with_many_ranks_the_word_travels_apart(pool: Pool, hook: str) -> None:
     usual = pool.run(exchange, HOOKS[hook], steps, world=3)
     for found, expected in zip(pool.run(exchange_as_with_many_ranks, HOOKS[hook], steps, world=3), usual, strict=True):
         assert found["words"][0].weight == pytest.approx(sum(weights), rel=1e-15)
-        assert (found["words"][0].step, found["words"][0].stop) == (3 * 1024, 1)
+        assert (found["words"][0].steps, found["words"][0].stop) == (3 * 1024, 1)
         for here, there in zip(found["sums"][0], expected["sums"][0], strict=True):
             torch.testing.assert_close(here, there, rtol=0.02, atol=0.02)  # half precision, added in another order
 

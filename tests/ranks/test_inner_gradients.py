@@ -324,6 +324,23 @@ def test_backward_in_a_loop_is_refused_after_a_run_inside_it(tmp_path: Path, fai
     assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
+def test_a_loop_that_fails_and_keeps_its_iterator_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    """Python does not close the iterator of the batches before the run has ended."""
+    small = Small()
+    plain = small.model()
+    settings = {"steps": 2, "global_batch": 8, "log.progress": "off", "checks.loss": "off"}
+    with pytest.raises(ValueError, match="a mistake"), lockstep.start(run_dir=tmp_path / "run", **settings) as run:
+        run.setup(plain, small.optimizer(plain))
+        for step in run.steps(small.data()):
+            batches = iter(step)
+            next(batches)
+            raise ValueError("a mistake of the user")
+
+    assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+    del batches
+    assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+
+
 def test_torch_is_left_as_it_was() -> None:
     engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
     calls: list[inner_gradients.InnerGradient] = []

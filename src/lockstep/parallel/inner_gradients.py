@@ -98,7 +98,7 @@ class InnerGradients:
             _autograd._engine_run_backward = self._replaced.pop()
 
     def leave(self) -> None:
-        """Leave all open blocks. A custom loop that fails is inside one, which Python may close much later."""
+        """Leave all open blocks. A custom loop that fails may be inside one, which Python closes much later."""
         if self._replaced:
             _autograd._engine_run_backward = self._replaced[0]
             self._replaced.clear()

@@ -220,7 +220,7 @@ class MicroBatchDriver(Driver):
         return reduced
 
     def _make_reduced(self, control_word: ControlWord) -> Reduced:
-        """Finish the reduction of a step, and return what it has left in the gradients."""
+        """Finish the reduction of a step, and return its gradients with their norms and the summed control word."""
         if self.exact_reducer:
             packed, norms = self.exact_reducer.finish_reduction(control_word, self.codec)
         else:
