@@ -101,7 +101,7 @@ def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
         builder = open_run(resolved, runtime, "test")
         builder.setup_model(task.model(), task.optimizer)
         run = builder.setup_run(task.data(), task.collate)
-        assert run.stepper.reads_outcome_late
+        assert run.stepper.outcomes_are_late
         try:
             for batches in run.step_batches():
                 if run.steps_done == 20:

@@ -97,7 +97,7 @@ class WatchedRun(Run):
             yield batches
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
-        result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be on its way
+        result = result or self.stepper.read_late_outcome()  # on a GPU it may be late
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
         groups = [group for optimizer in self.trained_model.optimizers.all for group in optimizer.param_groups]

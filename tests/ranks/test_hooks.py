@@ -113,7 +113,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
             driver.before_forward(MicroBatch(None, 0, 1), Progress(scale, words[world.rank]))
             total = driver.model([gradient.to(DEVICE) for gradient in gradients[world.rank]])
             with Sent() as sent:
-                reduced = driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
+                reduced = driver.finish_micro_batch(Loss(total, 1), Progress(scale, words[world.rank]))
             assert reduced is not None
             sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters.values() if p.grad is not None]
             found["sums"].append(sums)
@@ -170,7 +170,7 @@ def test_the_word_arrives_exact(pool: Pool, hook: str, buckets: dict[str, Any]) 
     steps = [(drawn(3, SHAPES, scale), words(*weights, step=step), 1.0) for step, scale in ((4095, 1e-9), (4094, 1e6))]
     for found in pool.run(exchange, HOOKS[hook] | buckets, steps, world=3):
         for word, step in zip(found["words"], (4095, 4094), strict=True):
-            assert (word.weight, word.step, word.stop) == (sum(weights), 3 * step, 1)
+            assert (word.weight, word.steps, word.stop) == (sum(weights), 3 * step, 1)
 
 
 def exchange_as_with_many_ranks(*arguments: Any) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_with_many_ranks_the_word_travels_apart(pool: Pool, hook: str) -> None:
     usual = pool.run(exchange, HOOKS[hook], steps, world=3)
     for found, expected in zip(pool.run(exchange_as_with_many_ranks, HOOKS[hook], steps, world=3), usual, strict=True):
         assert found["words"][0].weight == pytest.approx(sum(weights), rel=1e-15)
-        assert (found["words"][0].step, found["words"][0].stop) == (3 * 1024, 1)
+        assert (found["words"][0].steps, found["words"][0].stop) == (3 * 1024, 1)
         for here, there in zip(found["sums"][0], expected["sums"][0], strict=True):
             torch.testing.assert_close(here, there, rtol=0.02, atol=0.02)  # half precision, added in another order
 
@@ -479,7 +479,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         driver.begin_pass()
         progress = Progress(1.0, ControlWord(weight=1))
         driver.before_forward(MicroBatch(None, 0, 1), progress)
-        driver.backward(Loss(driver.model(torch.ones(2, 30)).sum(), 1), progress)
+        driver.finish_micro_batch(Loss(driver.model(torch.ones(2, 30)).sum(), 1), progress)
         for parameter in [*driver.parameters.values(), driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)

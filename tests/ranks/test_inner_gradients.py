@@ -324,6 +324,27 @@ def test_backward_in_a_loop_is_refused_after_a_run_inside_it(tmp_path: Path, fai
     assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
+def own_loop_that_fails(small: Small, folder: Path) -> None:
+    settings = {"steps": 2, "global_batch": 8, "log.progress": "off", "checks.loss": "off"}
+    with lockstep.start(run_dir=folder, **settings) as run:
+        plain = small.model()
+        run.setup(plain, small.optimizer(plain))
+        for step in run.steps(small.data()):
+            batches = iter(step)
+            next(batches)
+            raise ValueError("a mistake of the user")
+
+
+def test_a_loop_that_fails_and_keeps_its_iterator_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    """The traceback keeps the iterator of the batches, which Python does not close before the run has ended."""
+    with pytest.raises(ValueError, match="a mistake") as caught:
+        own_loop_that_fails(Small(), tmp_path / "run")
+
+    assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+    del caught
+    assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+
+
 def test_torch_is_left_as_it_was() -> None:
     engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
     calls: list[inner_gradients.InnerGradient] = []

@@ -184,7 +184,7 @@ class AMPTrainer:
             batch = batch if padding else upcoming
 
         # On a GPU one outcome is still pending: it must not end the next epoch.
-        self.stepper.wait_for_outcome()
+        self.stepper.read_late_outcome()
         total, weight = self.runtime.collectives.all_reduce_(sums).tolist()
         return total / weight
 
@@ -230,7 +230,7 @@ class AMPTrainer:
                 "save or load after the last batch of the step",
             )
 
-        self.stepper.wait_for_outcome()
+        self.stepper.read_late_outcome()
         source = _NoSource()
         return RunState(self._module, self.optimizers, self.stepper, source, RegisteredState(), keep_frozen=True)
 
@@ -262,7 +262,7 @@ class AMPTrainer:
         with self.stepper.context.precision.autocast():
             loss = self._loss(batch, samples)
 
-        reduced = self.driver.backward(loss, self.stepper.progress)
+        reduced = self.driver.finish_micro_batch(loss, self.stepper.progress)
         if reduced is None:
             return loss, None
 

@@ -126,7 +126,7 @@ class DistributedAMPTrainer(AMPTrainer):
     def cleanup(self) -> None:
         """Close the log, and leave the process group that this trainer joined."""
         if self.log:
-            self.log.conclude(self.stepper.wait_for_outcome())
+            self.log.conclude(self.stepper.read_late_outcome())
             self.log.close()
             self.log = None
 

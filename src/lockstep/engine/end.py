@@ -33,7 +33,7 @@ def end_training(run: Run) -> None:
     run.source.close()
 
     # After a `break` in a custom loop, the last steps are not logged yet.
-    last = run.requests.accept_pending()
+    last = run.requests.accept_late()
 
     run.log.write_rest(last)
     _log_stop(run)

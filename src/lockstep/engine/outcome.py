@@ -21,7 +21,7 @@ from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
 from lockstep.parallel.driver import Reduced
 from lockstep.parallel.loss_checks import wrong_weight
 from lockstep.parallel.progress import StepContext, StepProgress
-from lockstep.runtime.control_word import ControlWord, step_mark
+from lockstep.runtime.control_word import SummedWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
 REPORT_S = 2.0  # seconds to wait for other ranks to report that they are out of step
@@ -37,7 +37,7 @@ class Outcome:
     progress: StepProgress
     reduced: Reduced
     loss_limit: float  # a mean loss above this is a spike
-    word: ControlWord  # summed over all ranks
+    word: SummedWord
     grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
 
     # Derived from these.
@@ -48,11 +48,11 @@ class Outcome:
     def __post_init__(self) -> None:
         word = self.word
         self.finite = math.isfinite(self.grad_norm)
-        self.mean_loss = float(word.loss) / float(word.weight) if word.weight else 0.0
+        self.mean_loss = word.loss / word.weight if word.weight else 0.0
 
         # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
         # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
-        self.applied = self.finite and float(word.weight) > 0 and not (self.mean_loss > self.loss_limit)
+        self.applied = self.finite and word.weight > 0 and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
         """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
@@ -62,7 +62,7 @@ class Outcome:
         if self.finite:
             return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
 
-        if not math.isfinite(float(self.word.weight)):
+        if not math.isfinite(self.word.weight):
             return "the weight of the loss is not finite"
 
         # The host waits for the norms here. Skipped steps are rare, so this is acceptable.
@@ -164,30 +164,30 @@ class OutcomeHandler:
 
         # Ranks that loaded are in another step too, so `loaded` comes first. But if the marks are too small to be a sum
         # of marks, this is no control word.
-        if 0 < word.loaded < ranks <= word.step:
+        if 0 < word.loaded < ranks <= word.steps:
             raise UserError(
                 f"{word.loaded} of {ranks} ranks loaded a checkpoint before step {step + 1}, and the others did not",
                 "the ranks no longer have the same weights",
                 "call load_checkpoint(path) on every rank, not under `if rank == 0:`",
             )
 
-        if word.step != ranks * step_mark(step):
-            raise self._out_of_step(step, word.step)
+        if word.steps != ranks * step_mark(step):
+            raise self._out_of_step(step, word.steps)
 
         # Every rank must have multiplied its loss by the same scale, or the sum of the gradients means nothing.
-        if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
+        if self._scaler and abs(word.scales / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the loss scale differs between ranks; on this rank it is {self._scaler.value}")
 
         # Weights on a GPU are not checked one by one, because the host would wait for each (`parallel/loss_checks.py`).
-        if float(word.weight) < 0:
-            raise wrong_weight(float(word.weight))
+        if word.weight < 0:
+            raise wrong_weight(word.weight)
 
     def _result(self, outcome: Outcome) -> StepResult:
         word = outcome.word
         return StepResult(
             step=outcome.progress.step,
             applied=outcome.applied,
-            weight=float(word.weight),
+            weight=word.weight,
             grad_norm=outcome.grad_norm,
             skip_reason=outcome.skip_reason(),
             loss=outcome.mean_loss if self._knows_loss and word.weight else None,

@@ -116,7 +116,7 @@ class OwnStep:
         with LET_THROUGH, self._run.stepper.context.precision.no_autocast():
             loss = Loss(loss_sum, weight, metrics)
             loss = self._run.hooks.before_backward(loss)
-            self._reduced = self._driver.backward(loss, self._progress)
+            self._reduced = self._driver.finish_micro_batch(loss, self._progress)
 
         # The gradients are reduced, and the loop may do anything now, but `apply` needs them.
         if self._reduced:
@@ -162,8 +162,8 @@ class OwnStep:
                 f"add a pass over the batches: run.steps(dataset, passes={self._passes + 1})",
             )
 
-        # On a GPU the outcome of the previous update may be pending.
-        self._run.requests.accept_pending(note_source=False)
+        # On a GPU the outcome of the previous update may be late.
+        self._run.requests.accept_late(note_source=False)
         assert self._reduced is not None, "`_check_pass` has seen the last backward"
         self.result = self._run.stepper.measure(self._progress, self._reduced.drop_missing())
         self._end_pass()

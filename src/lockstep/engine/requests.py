@@ -4,14 +4,14 @@ A rank requests something by setting a flag. The flags of all ranks are summed w
 every rank receives a request with the result of the same step. A rank acts on what was received, never on a request of
 its own: the ranks then do the same after the same step.
 
-Where the device decides about updates, on a GPU, the outcome of a step is *pending* until the host has read it:
+Where the device decides about updates, on a GPU, the outcome of a step is *late*: the host reads it one step later.
 
-    step n      computes, and its outcome is pending
-    step n + 1  computes, meanwhile reads the outcome of step n, and reports it: to the source, the hooks and the log
-    in between  a save, an evaluation or the last log line may need it: `accept_pending` reads it, and if step n + 1
-                follows, it still reports it to the hooks and the log
+    step n      computes, and reads and reports the late outcome of step n - 1: to the source, the hooks and the log
+    in between  a save, an evaluation or the last log line may need the outcome of step n: `accept_late` reads it
+    step n + 1  computes, and reads and reports the late outcome of step n; if it was read in between, it is still
+                reported to the hooks and the log here
 
-Elsewhere every step reads and reports its own outcome, and nothing is ever pending.
+Elsewhere every step reads and reports its own outcome, and none is late.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Requests:
     save_requested: bool = False
     stop_requested: str | None = None  # the reason, "" if none was given
 
-    _unreported: StepResult | None = None  # read by `accept_pending`, for the next step to report
+    _late_result: StepResult | None = None  # read by `accept_late`, for the next step to report
 
     @property
     def is_stopping(self) -> bool:
@@ -78,27 +78,30 @@ class Requests:
         if flags.save_failed:
             self.checkpoints.pending.abort_if_failed()
 
-    def accept_pending(self, note_source: bool = True) -> StepResult | None:
-        """Wait for the outcome that is pending, if there is one, accept its flags, and return the result.
+    def accept_late(self, note_source: bool = True) -> StepResult | None:
+        """Read the late outcome, if there is one, accept its flags, and return the result.
 
         `note_source`: pass it to the source, which has advanced past its step without it and may be saved now. In the
         middle of a step a source gets no results.
         """
-        result = self.stepper.wait_for_outcome()
+        result = self.stepper.read_late_outcome()
         if result is None:
             return None
 
         self.accept(result)
-        self._unreported = result
+        self._late_result = result
         if note_source:
             self.source.note_result(result)
 
         return result
 
     def to_report(self, result: StepResult | None) -> StepResult | None:
-        """Return the result for a step to report: `result`, its own, or one that `accept_pending` has read."""
-        unreported, self._unreported = self._unreported, None
-        return unreported or result
+        """Return the result for a step to report: the one that `accept_late` has read, or else `result`.
+
+        If there are both, `result` is not reported: it is that of the step before the last one, or of an earlier pass.
+        """
+        late, self._late_result = self._late_result, None
+        return late or result
 
     # ---- a save, an evaluation ----
 

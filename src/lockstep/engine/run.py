@@ -110,7 +110,7 @@ class Run:
         """
         self.log.interval.restart_clock()
         self.trained_model.guard.late_hooks.check()
-        self.stepper.look_for_hooks()
+        self.stepper.choose_kernels()
         is_first = True
         has_before_batch = bool(self.hooks.named("before_batch"))
 
@@ -192,7 +192,7 @@ class Run:
         self.requests.accept(result)
         is_last = steps_done == self.plan.steps or self.requests.stop_agreed
         if is_last:
-            self.requests.accept_pending()
+            self.requests.accept_late()
 
         result = self.requests.to_report(result)
         self.log.end_step(batches.global_num_samples, result, is_last)
@@ -256,13 +256,13 @@ class Run:
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
-            self.requests.accept_pending()
+            self.requests.accept_late()
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
 
         # After a rewind there is nothing to check or to save: the state was just loaded from a checkpoint.
-        if self.stepper.outcome_handler.rewind_after:
-            self._rewind(self.stepper.outcome_handler.rewind_after)
+        if skipped := self.stepper.take_rewind():
+            self._rewind(skipped)
         else:
             self._check_and_save(steps_done, save_due)
 
@@ -289,7 +289,6 @@ class Run:
 
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
-        self.stepper.outcome_handler.rewind_after = None
         self.checkpoints.rewind(skipped.result, skipped.span)
         self.log.interval.restart_clock()
 

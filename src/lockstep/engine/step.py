@@ -1,8 +1,5 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-One exception: where the host reads the outcome late (see the end of this text), ranks that are in different steps are
-noticed only after the update, and the run then ends.
-
     progress = self.new_progress(batches)                                sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
     factor   = to_sum x clipping / (global weight x loss scale)          to_sum: ranks, if gradients are means; else 1
@@ -11,7 +8,8 @@ noticed only after the update, and the run then ends.
 A custom loop runs the micro-batches itself, between `new_progress` and `apply`.
 
 This module knows no strategy. It treats GPUs differently in one respect: if the optimizers can skip on the device, the
-device itself decides, and the host reads the outcome one step late.
+device itself decides, and the outcome is *late*: the host reads it one step later. Ranks that are in different steps
+are then noticed only after the update, and the run ends.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.outcome import Outcome, OutcomeHandler, skip_on_device
+from lockstep.engine.outcome import Outcome, OutcomeHandler, SkippedStep, skip_on_device
 from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.parallel.progress import StepContext, StepProgress
-from lockstep.runtime.control_word import ControlWord
+from lockstep.runtime.control_word import SummedWord
 from lockstep.task import StepBatches, StepResult
 
 
@@ -42,8 +40,8 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A step whose outcome the host has not read from the GPU yet."""
+class LateOutcome:
+    """The outcome of a step, as long as the host has not read it from the GPU."""
 
     progress: StepProgress
     reduced: Reduced
@@ -82,14 +80,14 @@ class Stepper:
         self._interval = interval
         self._trained_parameters = trained_parameters
 
-        # Whether the host reads the outcome one step late, see `look_for_hooks`.
-        self.reads_outcome_late = self._can_read_late()
+        # The next loss scale of fp16 depends on the outcome. On a CPU nothing is to be gained.
+        self._may_be_late = context.runtime.on_gpu and not context.scaler
 
         # Changed by every step. The progress is that of the current step, and empty before the first.
         self.progress = StepProgress(context, StepBatches(0, (), 0), 0)
         self.counters = Counters()
         self.lr = learning_rate.at(0)
-        self._pending: Pending | None = None
+        self._late: LateOutcome | None = None  # of the last step, where outcomes are late
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
         """Run a whole step. Return the newest known result: on a GPU it may be that of the previous step."""
@@ -134,24 +132,29 @@ class Stepper:
 
         # The norm of all norms is the norm of the whole gradient, shape (). The sum is not divided by its weight yet.
         norm = torch.linalg.vector_norm(reduced.norms)
-        if self.reads_outcome_late:
+        if self.outcomes_are_late:
             return self._apply_late(progress, reduced, norm)
 
         return self._apply_now(progress, reduced, norm)
 
-    def look_for_hooks(self) -> None:
+    def choose_kernels(self) -> None:
         """Follow hooks that were set on optimizers' steps since the set-up. Call it before the first step."""
-        assert self._pending is None, "look_for_hooks() before wait_for_outcome()"
-        self.update.look_for_hooks()
-        self.reads_outcome_late = self._can_read_late()
+        assert self._late is None, "choose_kernels() before read_late_outcome()"
+        self.update.choose_kernels()
 
-    def _can_read_late(self) -> bool:
-        """Return whether the host can read the outcome of a step one step late, on a GPU, so that it never waits.
+    @property
+    def outcomes_are_late(self) -> bool:
+        """Whether the device decides about an update, and the host reads the outcome one step late, so it never waits.
 
-        This is impossible with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an
-        optimizer cannot skip on the device.
+        This is impossible with sharded parameters, or if an optimizer cannot skip on the device (`choose_kernels`).
         """
-        return self.context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
+        return self._may_be_late and self.update.skips_on_device
+
+    def take_rewind(self) -> SkippedStep | None:
+        """Return the skipped step after which the run must rewind now, or None. It is returned once."""
+        handler = self.outcome_handler
+        skipped, handler.rewind_after = handler.rewind_after, None
+        return skipped
 
     def set_flags(self, **flags: bool) -> None:
         """Set `Flags`, such as `stop` or `save`, in every control word from now on, until they are set to False."""
@@ -198,7 +201,7 @@ class Stepper:
         """Let the device decide whether the fused optimizers skip. Return the result of the previous step.
 
         The host queues the update of this step, reads the outcome of the previous one, and queues the copy of this
-        step's numbers, which become the pending outcome.
+        step's numbers, which become the late outcome.
         """
         # Queue the update. With weight 0 the norm is 0 x inf = nan, so the device skips.
         weight = reduced.codec.weight(reduced.packed_word)
@@ -209,49 +212,49 @@ class Stepper:
 
         # `factor` and `skip` are tensors of shape (): the host only launches kernels, and knows neither value.
         self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
-        self._count_update(progress)  # optimistic: `wait_for_outcome` takes it back if the device skipped
+        self._count_update(progress)  # optimistic: `read_late_outcome` takes it back if the device skipped
 
         # Read the previous outcome: only now, while the device is busy with this step.
-        previous = self.wait_for_outcome()
+        previous = self.read_late_outcome()
 
         # Queue the copy of the numbers, behind the kernels of this step. The event tells when they have arrived.
         row = torch.cat([grad_norm.reshape(1), reduced.packed_word.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = Pending(progress, reduced, loss_limit, row, arrived)
+        self._late = LateOutcome(progress, reduced, loss_limit, row, arrived)
         return previous
 
     @property
-    def pending_steps(self) -> int:
-        """The number of steps whose outcome the host has not read yet, 0 or 1: the interval lacks their losses."""
-        return int(self._pending is not None)
+    def late_steps(self) -> int:
+        """The number of steps whose late outcome is not read yet, 0 or 1: the interval lacks their losses."""
+        return int(self._late is not None)
 
-    def wait_for_outcome(self) -> StepResult | None:
-        """Wait for the result of the last step and return it, or None if the host has read it already."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+    def read_late_outcome(self) -> StepResult | None:
+        """Wait for the late outcome and return the result of its step, or None if there is none to read."""
+        late, self._late = self._late, None
+        if late is None:
             return None
 
-        pending.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
-        grad_norm, *values = pending.row.tolist()
-        word = pending.reduced.codec.unpack(values)
+        late.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
+        grad_norm, *values = late.row.tolist()
+        word = late.reduced.codec.unpack(values)
 
         # Judge by the limit of that step, not by the current one.
-        outcome = Outcome(pending.progress, pending.reduced, pending.loss_limit, word, grad_norm)
+        outcome = Outcome(late.progress, late.reduced, late.loss_limit, word, grad_norm)
         if not outcome.applied:
-            self._uncount_update(pending.progress)
+            self._uncount_update(late.progress)
 
         # The device has decided about the update long ago: this can only end the run.
         self.outcome_handler.check(outcome)
         return self._conclude(outcome)
 
-    def _wait_for_word(self, reduced: Reduced) -> tuple[ControlWord, float]:
+    def _wait_for_word(self, reduced: Reduced) -> tuple[SummedWord, float]:
         """Return the summed control word and its weight. On a GPU the host waits here for the device.
 
         A weight of 0, where no term counts, is returned as nan. The norm then becomes nan too, and nothing is applied.
         """
         word = reduced.codec.unpack(reduced.packed_word.tolist())
-        return word, float(word.weight) or math.nan
+        return word, word.weight or math.nan
 
     def _count_update(self, progress: StepProgress) -> None:
         """Count the update, for the schedule and for the schedulers of the optimizers that were stepped."""
@@ -290,7 +293,7 @@ class Stepper:
         return reduced.to_sum / weight
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._pending is None, "state_dict() before wait_for_outcome()"
+        assert self._late is None, "state_dict() before read_late_outcome()"
         # The keys are part of the file format: `step` is the number of steps done.
         counters = {"step": self.counters.steps_done, "applied": self.counters.steps_applied}
         return {"counters": counters, **self.outcome_handler.state_dict()}
@@ -299,6 +302,6 @@ class Stepper:
         self.counters = Counters(state["counters"]["step"], state["counters"]["applied"])
         self.outcome_handler.load_state_dict(state)
 
-        self._pending = None  # the outcome of a step that this load undoes
+        self._late = None  # the outcome of a step that this load undoes
         self.learning_rate.remember_rates()  # loading replaced the parameter groups
         self.lr = self.learning_rate.at(self.counters.steps_applied)

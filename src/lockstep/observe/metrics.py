@@ -225,7 +225,7 @@ class Interval:
 
     One object serves all lines of a run. The loop counts steps and samples in it, and the step adds its losses.
 
-    On a GPU the outcome of the last step may be pending (`engine/requests.py`): a line then lacks the losses of that
+    On a GPU the outcome of the last step may be late (`engine/requests.py`): a line then lacks the losses of that
     step, which the next line has instead.
     """
 
@@ -234,10 +234,10 @@ class Interval:
         self.metric_names = metric_names
         self._begin(time.perf_counter())
 
-    def _begin(self, now: float, pending_steps: int = 0) -> None:
-        """Begin to count anew. `pending_steps` of the interval before will add their losses to this one's sums."""
+    def _begin(self, now: float, late_steps: int = 0) -> None:
+        """Begin to count anew. `late_steps` of the interval before will add their losses to this one's sums."""
         self._began = now  # `exclude` moves it on
-        self._steps_from_before = pending_steps
+        self._steps_from_before = late_steps
         self._weight_before_resume = 0.0
 
         self.steps = 0
@@ -261,22 +261,22 @@ class Interval:
         """Exclude time that was spent on something other than training."""
         self._began += seconds
 
-    def end(self, pending_steps: int) -> EndedInterval:
+    def end(self, late_steps: int) -> EndedInterval:
         """End the interval, whose sums were taken, and begin the next one. Return the counts for the line.
 
-        The losses of its last `pending_steps` steps come to the next interval.
+        The losses of its last `late_steps` steps come to the next interval.
         """
         now = time.perf_counter()
         ended = EndedInterval(
             steps=self.steps,
-            steps_in_sums=self._steps_from_before + self.steps - pending_steps,
+            steps_in_sums=self._steps_from_before + self.steps - late_steps,
             samples=self.samples,
             skipped=self.skipped,
             seconds=now - self._began,
             data_wait_s=self.data_wait_s,
             weight_before_resume=self._weight_before_resume,
         )
-        self._begin(now, pending_steps=pending_steps)
+        self._begin(now, late_steps=late_steps)
         return ended
 
     # ---- checkpoints ----
@@ -307,7 +307,7 @@ class EndedInterval:
     """The counts and times of an interval that has ended."""
 
     steps: int
-    steps_in_sums: int  # the steps whose losses the line has: one more or less than `steps` if one was pending
+    steps_in_sums: int  # the steps whose losses the line has: one more or less than `steps` if an outcome was late
     samples: int
     skipped: int
     seconds: float

@@ -92,12 +92,10 @@ class Recorder:
 
     # ---- metrics ----
 
-    def end_interval(
-        self, interval: Interval, pending_steps: int, names: Sequence[str], numbers: dict[str, Any]
-    ) -> None:
+    def end_interval(self, interval: Interval, late_steps: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
         """End an interval: reduce its sums over ranks, and write its line once they have arrived. Collective.
 
-        pending_steps: the number of its last steps whose losses are not in its sums yet
+        late_steps: the number of its last steps whose losses are not in its sums yet
         names: the metrics of the line, the same on all ranks
         numbers: the numbers that are equal on all ranks: step, learning rate, norm, epoch, loss scale
         """
@@ -107,7 +105,7 @@ class Recorder:
             torch.cat([interval.sums.take(names, self.runtime.device), self._times(interval)])
         )
 
-        ended = interval.end(pending_steps)
+        ended = interval.end(late_steps)
         known = self._known_numbers(ended, numbers)
 
         # The other ranks were needed for the all-reduce, but have no line to write.

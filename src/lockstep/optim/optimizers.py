@@ -60,7 +60,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self._wait_for_copy: Callable[[], None] | None = None  # waits for a save that may still be copying
+        self._before_next: Callable[[], None] | None = None  # see `before_next_update`
         self.optimizer_indices = range(len(optimizers.all))
 
         self._optimizers = optimizers
@@ -69,13 +69,15 @@ class Update:
         self._norms = norms
         self._divisor = torch.ones((), device=device)  # the inverse of a step's factor
         self._clips_elements = clip.value is not None or clip.adaptive is not None
-        self._hooks = optimizers.hooks
-        self.look_for_hooks()
+        self.choose_kernels()
 
-    def look_for_hooks(self) -> None:
-        """Choose how to apply the factor, by the hooks that optimizers have on their steps by now."""
+    def choose_kernels(self) -> None:
+        """Decide whether the optimizers' kernels apply the factor, and whether they may skip on the device.
+
+        It depends on the hooks that optimizers have on their steps by now. A step chooses again if these have changed.
+        """
         optimizers = self._optimizers
-        optimizers.look_for_hooks()
+        optimizers.check_step_hooks()
 
         # Fused optimizers can apply the factor inside their kernel. They need full gradients (or float32 masters, which
         # get copies), and no elementwise clipping, which needs gradients that are already divided.
@@ -85,13 +87,13 @@ class Update:
 
     def before_next_update(self, wait: Callable[[], None]) -> None:
         """Call `wait` once, before the next update: a save may still be copying the optimizers' state."""
-        self._wait_for_copy = wait
+        self._before_next = wait
 
     def wait_for_copy(self) -> None:
         """Wait until a save has copied the optimizers' state. Every update begins with this."""
-        if self._wait_for_copy is not None:
-            self._wait_for_copy()
-            self._wait_for_copy = None
+        if self._before_next is not None:
+            self._before_next()
+            self._before_next = None
 
     def clip_factor(self, norm: Any) -> Any:
         """Return the factor that brings a gradient of this norm down to `clip.norm`; at most 1.
@@ -111,8 +113,8 @@ class Update:
         optimizers to step.
         """
         self.wait_for_copy()
-        if self._hooks.live != self._hooks.seen:
-            self.look_for_hooks()
+        if self._optimizers.step_hooks_changed:
+            self.choose_kernels()
 
         if self._fused:
             # The optimizers divide, hence the inverse.
@@ -130,8 +132,8 @@ class Update:
     def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
         self.wait_for_copy()
-        if self._hooks.live != self._hooks.seen:
-            self.look_for_hooks()
+        if self._optimizers.step_hooks_changed:
+            self.choose_kernels()
             if not self.skips_on_device:
                 raise UserError(
                     "a hook was set on the step of an optimizer during the loop",
@@ -174,7 +176,7 @@ class Optimizers:
 
     They come from the user and are not changed, apart from their groups. What the engine must know about them is found
     out here: whether their kernels can divide gradients or skip a step on the device, and which need full parameters.
-    Only hooks on their steps may come later (`look_for_hooks`).
+    Only hooks on their steps may come later (`check_step_hooks`).
     """
 
     sharded = False  # whether each rank holds the state of only some parameters
@@ -189,7 +191,7 @@ class Optimizers:
 
         # The model's parameters, by optimizer and group. ZeRO-1 and master weights change `group["params"]` itself.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
-        self.hooks = StepHooks(self.all)
+        self.step_hooks = StepHooks(self.all)
 
         # Whether every optimizer can apply grad_scale inside its fused kernel. That divisor is float32, so gradients of
         # float64 parameters are divided before the step instead.
@@ -204,12 +206,12 @@ class Optimizers:
 
         # Optimizers that step stand-ins, by id: True for full parameters, False for shards.
         self._stand_ins = {
-            id(optimizer): needs_full_parameters(optimizer, self.hooks)
+            id(optimizer): needs_full_parameters(optimizer, self.step_hooks)
             for optimizer in self.all
             if not can_step_as_is(optimizer)
         }
         self._updating = False
-        self._hooks: list[Any] = []
+        self._refusals: list[Any] = []  # see `refuse_direct_steps`
         self.group_banner: str | None = None  # about the groups that `optim.groups` made
 
         # Optimizers that train and evaluate with different weights (schedule-free).
@@ -244,7 +246,7 @@ class Optimizers:
         reason = "which would see only these gradients, and no updates of other ranks"
         stepped = [optimizer for optimizer in self.all if _has_trainable(optimizer)]
         for optimizer in stepped:
-            self.hooks.refuse(optimizer, problem, reason, f"{HOOK_FIX}; or set strategy=ddp")
+            self.step_hooks.refuse(optimizer, problem, reason, f"{HOOK_FIX}; or set strategy=ddp")
             if not is_trusted(optimizer):
                 try:
                     check_independent(optimizer)
@@ -255,13 +257,18 @@ class Optimizers:
                     )
                     raise cannot_step(optimizer, problem, failed, fix) from failed
 
-    def look_for_hooks(self) -> None:
-        """Refuse hooks on a step that would see too little; the others find gradients at their true size.
+    @property
+    def step_hooks_changed(self) -> bool:
+        """Whether hooks on the steps were set or removed since `check_step_hooks`."""
+        return self.step_hooks.live != self.step_hooks.seen
 
-        Hooks of torch, such as its profiler's, do not count. A step looks again when hooks were set or removed.
+    def check_step_hooks(self) -> None:
+        """Refuse hooks on a step that would see too little, and let the others find gradients at their true size.
+
+        Hooks of torch, such as its profiler's, do not count.
         """
         # A kernel divides, and skips, after the hook. Master weights are divided when they get their gradients.
-        if self.hooks.look():
+        if self.step_hooks.look():
             self.divides_gradients = self.masters is not None
             self.skips_on_device = False
 
@@ -287,7 +294,7 @@ class Optimizers:
         reason = "which would be called for some parameters at a time, as float32 copies"
         fix = f"{HOOK_FIX}; or set precision=bf16, which stores parameters in float32"
         for optimizer in filter(_has_trainable, self.all):
-            self.hooks.refuse(optimizer, "parameters are stored in bfloat16", reason, fix)
+            self.step_hooks.refuse(optimizer, "parameters are stored in bfloat16", reason, fix)
 
         if self._switching:
             reason = "it gives the model other weights to train with than to evaluate, and float32 copies have neither"
@@ -351,14 +358,14 @@ class Optimizers:
 
     def refuse_direct_steps(self) -> None:
         """Make `optimizer.step()` raise if the user calls it: it would apply sums that are not divided yet."""
-        self._hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.all]
+        self._refusals = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.all]
 
     def release(self) -> None:
         """Allow the user to step the optimizers again."""
-        for hook in self._hooks:
+        for hook in self._refusals:
             hook.remove()
 
-        self._hooks = []
+        self._refusals = []
 
     def _all_fused(self, can: Callable[[OptimizerTraits], bool]) -> bool:
         """Return whether every optimizer is a fused one that `can` do it, or declares that it divides and skips.

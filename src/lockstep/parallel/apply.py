@@ -119,7 +119,9 @@ def _compile_or_capture(driver: MicroBatchDriver, setup: DriverSetup) -> None:
             driver.model.compile()  # in place: no `_orig_mod.` in names, no second object
     elif setup.compiled:
         # It captures when it has decided: a CUDA graph records the compiled kernels.
-        driver.parts.add(make_compiler(driver, config, runtime, setup.precision, setup.log_event, cudnn_pause))
+        pays = only_if_it_pays(config, setup.precision)
+        low_precision = runtime.on_gpu or setup.precision.loses_bits
+        driver.parts.add(Compiler(driver, config, setup.log_event, pays, low_precision, cudnn_pause))
     else:
         capture_calls(driver.model, config, runtime, setup.log_event)
 
@@ -223,18 +225,6 @@ def may_change_kernels(config: RunConfig, runtime: Runtime) -> bool:
 def only_if_it_pays(config: RunConfig, precision: Precision) -> bool:
     """Whether steps are timed to find out if compiling pays. A repeatable run must not depend on time."""
     return config.compile == "auto" and not config.deterministic and not precision.float8  # float8 needs compiling
-
-
-def make_compiler(
-    driver: MicroBatchDriver,
-    config: RunConfig,
-    runtime: Runtime,
-    precision: Precision,
-    log_event: EventLogger,
-    cudnn_pause: CudnnPause | None = None,
-) -> Compiler:
-    low_precision = runtime.on_gpu or precision.loses_bits
-    return Compiler(driver, config, log_event, only_if_it_pays(config, precision), low_precision, cudnn_pause)
 
 
 def _collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:

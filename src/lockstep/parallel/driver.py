@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
@@ -34,6 +33,8 @@ from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import ControlWordCodec
 from lockstep.runtime.shards import full_tensor
 from lockstep.task import Loss, StepBatches
+
+LossFn = Callable[[Any, Any], Loss]  # called with the model and the data of a micro-batch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torch.autograd.graph import GradientEdge
 
 from lockstep.errors import UserError
 from lockstep.runtime.autograd_graph import autograd_nodes
-from lockstep.task import Loss
 
 _autograd: Any = torch.autograd
 TORCH_ENGINE = _autograd._engine_run_backward
@@ -67,31 +65,24 @@ class InnerGradient:
         )
 
 
-# These return and set what computes gradients. An interceptor restores the previous engine: it is torch's own, unless
-# the run is inside the loss, or the loop, of another run. Both are functions of C: each micro-batch calls them.
-current_engine = partial(getattr, _autograd, "_engine_run_backward")
-set_engine = partial(setattr, _autograd, "_engine_run_backward")
-
 Callback = Callable[[InnerGradient], None]  # called before the gradient is computed, and raises if it cannot be
-LossFn = Callable[[Any, Any], Loss]
 
 
 class InnerGradients:
     """Calls `before` before each gradient that the user's code computes inside a `with` block.
 
-    A class, because a generator takes several times as long, and a custom loop enters a block for every micro-batch.
+    A class, because a generator takes several times as long, and every micro-batch enters a block.
     """
 
     def __init__(self, before: Callback | None):
         """`before` may raise. If it is None, all gradients are let through, even inside a block of another object."""
         self.keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
         self._before = before
-        engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)
+        self._engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)
 
-        # A driver calls this in place of a `with` block, for every micro-batch, and then `set_engine`: functions of C
-        # take a fraction of the time.
-        self.intercept = partial(set_engine, engine)
-        self._replaced: list[Callable[..., Any]] = []  # the engines that open blocks have replaced, the outermost first
+        # The engines that open blocks have replaced, the outermost first. That is torch's own, unless the run is inside
+        # the loss, or the loop, of another run.
+        self._replaced: list[Callable[..., Any]] = []
 
     def _note(self, inner: InnerGradient) -> None:
         assert self._before is not None
@@ -99,11 +90,18 @@ class InnerGradients:
         self._before(inner)
 
     def __enter__(self) -> None:
-        self._replaced.append(current_engine())
-        self.intercept()
+        self._replaced.append(_autograd._engine_run_backward)
+        _autograd._engine_run_backward = self._engine
 
     def __exit__(self, *_: object) -> None:
-        set_engine(self._replaced.pop())
+        if self._replaced:
+            _autograd._engine_run_backward = self._replaced.pop()
+
+    def leave(self) -> None:
+        """Leave all open blocks. A custom loop that fails may be inside one, which Python closes much later."""
+        if self._replaced:
+            _autograd._engine_run_backward = self._replaced[0]
+            self._replaced.clear()
 
 
 LET_THROUGH = InnerGradients(None)

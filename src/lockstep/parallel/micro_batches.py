@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
+from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.inner_gradients import (
     TORCH_ENGINE,
     InnerGradient,
     InnerGradients,
-    LossFn,
-    current_engine,
     refuse_backward,
-    set_engine,
 )
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
@@ -41,22 +38,17 @@ class ExactReducer(StepPart, ABC):
     slot = "reduce"
 
     @abstractmethod
-    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
-        """Replace `MicroBatchDriver.reduce` in exact mode."""
+    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+        """Replace `MicroBatchDriver.finish_reduction` in exact mode."""
 
     @abstractmethod
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
 
 
-def begin_pass(driver: Driver) -> None:
-    """Begin a pass over the micro-batches of a step: clear the gradients of the last pass."""
-    for parameter in driver.parameters.values():
+def clear_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    for parameter in parameters.values():
         parameter.grad = None
-
-    # A custom loop may have caught an exception of the last backward.
-    for part in driver.parts:
-        part.begin_pass()
 
 
 def full_norms(tensors: list[Tensor]) -> list[Tensor]:
@@ -77,11 +69,11 @@ class MicroBatchDriver(Driver):
         for each micro-batch
             before_forward          seeds the generators
             the task's loss         under autocast; a custom loop runs its own forward here, and calls the rest itself
-            backward                adds to the gradients; the last one also reduces:
-                _backward           ... while it runs, or
-                reduce              ... after it
+            finish_micro_batch      records the loss
+                _run_backward       adds to the gradients; in the last micro-batch it may also reduce
+                finish_reduction    only in the last micro-batch: reduces what the backwards have not
 
-    A subclass defines `reduce`, and may override `_backward`.
+    A subclass defines `finish_reduction`, and may override `_run_backward`.
     """
 
     to_sum = 1.0  # see `Reduced`
@@ -114,9 +106,9 @@ class MicroBatchDriver(Driver):
         if self.exact_reducer:
             self.parts.add(self.exact_reducer)
 
-        self._use_hooks(setup.hooks)
+        self._use_parameter_hooks(setup.hooks)
 
-    def _use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+    def _use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
         for name, own in hooks.items():
             own.register(self.parameters[name])
@@ -171,26 +163,26 @@ class MicroBatchDriver(Driver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self.begin_pass()
-        intercept, engine = self.inner_gradients.intercept, current_engine()
         reduced = None
 
         for micro in batches.micro_batches:
             self.before_forward(micro, progress)
-            intercept()
-            try:
-                with progress.autocast():
-                    loss = loss_fn(self.model, micro.data)
-            finally:
-                set_engine(engine)
+            with self.inner_gradients, progress.autocast():
+                loss = loss_fn(self.model, micro.data)
 
-            reduced = self.backward(loss, progress)  # outside autocast, as torch recommends
+            reduced = self.finish_micro_batch(loss, progress)  # outside autocast, as torch recommends
 
         assert reduced is not None, "a step without its last micro-batch"
         return reduced
 
     def begin_pass(self) -> None:
-        """Begin a pass over the micro-batches of a step."""
-        begin_pass(self)
+        """Begin a pass over the micro-batches of a step: clear the gradients of the last pass."""
+        clear_gradients(self.parameters)
+
+        # A custom loop may have caught an exception of the last backward.
+        for part in self.parts:
+            part.begin_pass()
+
         if self.broadcasts_buffers:
             self.sync_buffers()
 
@@ -200,8 +192,8 @@ class MicroBatchDriver(Driver):
         for part in self.parts:
             part.before_forward(micro, progress)
 
-    def backward(self, loss: Loss, progress: StepProgress) -> Reduced | None:
-        """Backpropagate the loss sum. The last backward of a step reduces and returns its gradients; others None."""
+    def finish_micro_batch(self, loss: Loss, progress: StepProgress) -> Reduced | None:
+        """Record the loss and backpropagate its sum. The last micro-batch of a step reduces; the others return None."""
         grad_output = progress.record(loss)
         for part in self.parts:
             part.before_backward(loss, progress)
@@ -214,25 +206,25 @@ class MicroBatchDriver(Driver):
 
             control_word = progress.control_word()
 
-        self._backward(loss.total, progress.constant(grad_output, loss.total.dtype), control_word)
+        self._run_backward(loss.total, progress.constant(grad_output, loss.total.dtype), control_word)
         for part in self.parts:
             part.after_backward(progress)
 
         reduced = None
         if control_word is not None:
-            reduced = self._reduce_step(control_word)
+            reduced = self._make_reduced(control_word)
             for part in self.parts:
                 part.end_pass(progress)
 
         progress.backwards_done += 1
         return reduced
 
-    def _reduce_step(self, control_word: ControlWord) -> Reduced:
-        """Reduce the gradients and the control word of the step."""
+    def _make_reduced(self, control_word: ControlWord) -> Reduced:
+        """Finish the reduction of a step, and return its gradients with their norms and the summed control word."""
         if self.exact_reducer:
-            packed, norms = self.exact_reducer.reduce(control_word, self.codec)
+            packed, norms = self.exact_reducer.finish_reduction(control_word, self.codec)
         else:
-            packed, norms = self.reduce(control_word)
+            packed, norms = self.finish_reduction(control_word)
 
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         names = self._names
@@ -243,17 +235,17 @@ class MicroBatchDriver(Driver):
 
         return Reduced(parameters, names, norms, packed, self.codec, self.to_sum)
 
-    def _backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
+    def _run_backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         """Backpropagate `total * grad_output` (both scalars).
 
         Override it to reduce gradients while the backward runs. In the last backward of a step `control_word` is this
-        rank's, which may be reduced with them.
+        rank's, which may be reduced with them; in the others it is None.
         """
-        backward((total,), (grad_output,))
+        backward_unchecked((total,), (grad_output,))
 
     @abstractmethod
-    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Reduce over ranks whatever the backwards of the step have not reduced.
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Reduce over ranks, after the last backward of a step, whatever the backwards have not reduced.
 
         Return the summed control word [LENGTH], and the norm of each gradient that this step has.
         """
@@ -262,14 +254,14 @@ class MicroBatchDriver(Driver):
 class SingleDriver(MicroBatchDriver):
     """Runs the model in one process, where there is nothing to sum."""
 
-    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         return self.codec.pack(control_word), norms_of_gradients(self.parameters)
 
 
 def norms_of_gradients(
     parameters: Mapping[str, nn.Parameter], norms: Callable[[list[Tensor]], list[Tensor]] = full_norms
 ) -> Tensor:
-    """Return the norms for `MicroBatchDriver.reduce`: [gradients]. Raise if there is no gradient.
+    """Return the norms for `MicroBatchDriver.finish_reduction`: [gradients]. Raise if there is no gradient.
 
     norms: returns the norm of each full tensor
     """
@@ -280,7 +272,7 @@ def norms_of_gradients(
     return torch.stack(norms(grads))
 
 
-def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
+def backward_unchecked(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
     """Backpropagate as `torch.autograd.backward` does, without its checks of types and shapes.
 
     They took 11 of 33 us for the smallest graph (torch 2.13, one CPU core), in every micro-batch: more than 5 % of the

@@ -124,13 +124,8 @@ class StepProgress:
         context, micro = self._context, self.micro
         assert micro is not None
 
-        # Usually a scalar with a graph, and an int, which is seen without a call. All else is looked at closely.
-        if type(loss) is not Loss or type(loss.total) is not Tensor or loss.total.shape or not loss.total.requires_grad:
-            check_total(loss)
-
-        weight = loss.weight
-        if type(weight) is not int or weight < 0:
-            weight = checked_weight(weight)
+        check_total(loss)
+        weight = checked_weight(loss.weight)
 
         if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, weight)

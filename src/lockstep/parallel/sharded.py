@@ -39,11 +39,11 @@ class ShardedDriver(MicroBatchDriver):
         role: RankRole | None = None,
         exact_reducer: Callable[[Any], ExactReducer] | None = None,
     ):
-        self._hooks: Mapping[str, ParameterHooks] = {}
+        self._parameter_hooks: Mapping[str, ParameterHooks] = {}
         super().__init__(model, setup, replace(role or setup.role, replicated=False), exact_reducer)
 
-    def _use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        self._hooks = hooks  # called with the gradient sums of a step, of which each rank holds a shard
+    def _use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        self._parameter_hooks = hooks  # called with the gradient sums of a step, of which each rank holds a shard
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -76,11 +76,11 @@ class ShardedDriver(MicroBatchDriver):
         squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
-    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         self._reduce_gradients()
 
         # The user's hooks get the gathered sums.
-        change_sums(self._hooks, self.parameters)
+        change_sums(self._parameter_hooks, self.parameters)
 
         # The norms of the shards, and the control word, in one collective.
         squared = squared_norms([p.grad for p in self.parameters.values() if p.grad is not None])

@@ -38,12 +38,22 @@ class Flags:
 
 @dataclass(slots=True, kw_only=True)
 class ControlWord(Flags):
-    """One rank's contribution to a step, or the sum over all ranks."""
+    """What one rank contributes to a step."""
 
     weight: float | Tensor = 0.0
-    step: int = 0  # `step_mark` of the step; if the sum is not world size x mark, the ranks are out of step
-    scale: float = 0.0  # log2 of the loss scale; equal on all ranks
+    step: int = 0  # `step_mark` of the step
+    scale: float = 0.0  # log2 of the loss scale
     loss: float | Tensor = 0.0  # the sum of the loss, if something reads it: spike detection, or a hook
+
+
+@dataclass(slots=True, kw_only=True)
+class SummedWord(Flags):
+    """The sum of the control words of all ranks, as the host reads it."""
+
+    weight: float = 0.0  # of the whole step
+    steps: int = 0  # world size x mark of the step, unless the ranks are out of step
+    scales: float = 0.0  # world size x log2 of the loss scale, which is equal on all ranks
+    loss: float = 0.0  # of the whole step; 0 if nothing reads it
 
 
 BASE = 1024  # of the digits of a weight; step numbers are compared modulo this as well
@@ -125,8 +135,8 @@ class ControlWordCodec:
 
         return packed
 
-    def unpack(self, values: list[float]) -> ControlWord:
-        """Read the sum over ranks back from its `LENGTH` values."""
+    def unpack(self, values: list[float]) -> SummedWord:
+        """Read the sum over ranks from its `LENGTH` values."""
         # Whole numbers that were multiplied by 1/N are rounded, to remove the error. A weight that a GPU has computed
         # may not be finite. Step and flags are finite unless another tensor came in place of the word: -1 stands for no
         # step, and the flags then count for nothing.
@@ -135,8 +145,8 @@ class ControlWordCodec:
         if math.isfinite(high + middle + low + fraction):
             weight = float((round(high) * BASE + round(middle)) * BASE + round(low)) + fraction
 
-        step = round(values[STEP]) if math.isfinite(values[STEP]) else -1
-        word = ControlWord(weight=weight, step=step, scale=values[SCALE], loss=values[LOSS])
+        steps = round(values[STEP]) if math.isfinite(values[STEP]) else -1
+        word = SummedWord(weight=weight, steps=steps, scales=values[SCALE], loss=values[LOSS])
 
         # This runs in every step, and in almost every step no flag is set.
         if any(values[FLAG_SLOTS]):

@@ -185,7 +185,7 @@ class RecordedRun(Run):
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
         """Record the gradients and settings of a step, before anything can change them."""
-        result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be pending
+        result = result or self.stepper.read_late_outcome()  # on a GPU it may be late
         assert result is not None
 
         grads = {name: full_tensor(p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None}

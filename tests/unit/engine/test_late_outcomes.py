@@ -335,7 +335,7 @@ def test_a_run_resumes_on_either_device(
 
 
 @pytest.mark.parametrize("when", [4, 5, 9])
-def test_a_preemption_while_an_outcome_is_pending(when: int, tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
+def test_a_preemption_while_an_outcome_is_late(when: int, tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
     """Every outcome is known when the last checkpoint is written, though it comes after steps that were skipped."""
     cpu = trained(Wobbly(nan=(45, 83)), tmp_path / "cpu")
     fake = gpu()
@@ -359,7 +359,7 @@ def test_a_preemption_while_an_outcome_is_pending(when: int, tmp_path: Path, gpu
     assert fake.calls
 
 
-def test_a_stop_that_is_requested_while_an_outcome_is_pending(tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
+def test_a_stop_that_is_requested_while_an_outcome_is_late(tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
     def stop(run: Any, result: StepResult | None) -> None:
         if run.steps_done == 6:
             run.stop("enough")

@@ -17,16 +17,16 @@ from lockstep.errors import OutOfStep, UserError
 from lockstep.parallel import progress
 from lockstep.parallel.progress import StepContext
 from lockstep.precision import PRECISIONS
-from lockstep.runtime.control_word import FLAGS, ControlWord, ControlWordCodec, step_mark
+from lockstep.runtime.control_word import FLAGS, ControlWord, ControlWordCodec, SummedWord, step_mark
 
 RANKS = 3
 
 
-def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: ControlWord | None = None) -> Any:
+def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: SummedWord | None = None) -> Any:
     config = RunConfig(global_batch=4, steps=10)
     ranks_that_report = lambda name, seconds: list(noticed or range(RANKS))
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS), ranks_that_report=ranks_that_report)
-    word = word or ControlWord(weight=4.0, step=summed)
+    word = word or SummedWord(weight=4.0, steps=summed)
     progress: Any = SimpleNamespace(step=step)
     outcome = Outcome(progress, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
     handler = OutcomeHandler(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4))
@@ -54,16 +54,16 @@ def test_the_rank_that_does_not_notice_it_is_the_one_at_fault() -> None:
 
 def test_ranks_that_loaded_alone_are_named_although_they_are_in_another_step() -> None:
     with pytest.raises(UserError, match="1 of 3 ranks loaded a checkpoint before step 8"):
-        concluded(7, word=ControlWord(weight=4.0, step=2 * step_mark(7) + step_mark(2), loaded=1))
+        concluded(7, word=SummedWord(weight=4.0, steps=2 * step_mark(7) + step_mark(2), loaded=1))
 
 
 @pytest.mark.parametrize("marks", [-1, 0, RANKS - 1])
 def test_a_tensor_that_is_no_control_word_does_not_say_that_ranks_loaded(marks: int) -> None:
     with pytest.raises(OutOfStep):
-        concluded(7, word=ControlWord(weight=4.0, step=marks, loaded=1))
+        concluded(7, word=SummedWord(weight=4.0, steps=marks, loaded=1))
 
 
-def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
+def outcome_of(word: SummedWord, grad_norm: float) -> Outcome:
     names = ["weight"]
     reduced: Any = SimpleNamespace(norms=torch.tensor([grad_norm]), names=names)
     progress: Any = SimpleNamespace(step=0, micro_batches=[], losses=[], batches=SimpleNamespace(span=None))
@@ -82,10 +82,10 @@ def fp16_handler_with(scaler: ScalerConfig) -> OutcomeHandler:
     return OutcomeHandler(StepContext(config, runtime, PRECISIONS["fp16"], global_batch=4))
 
 
-def word_of(handler: OutcomeHandler, weight: float) -> ControlWord:
+def word_of(handler: OutcomeHandler, weight: float) -> SummedWord:
     scaler = handler._scaler
     assert scaler is not None
-    return ControlWord(weight=weight, step=step_mark(0), scale=math.log2(scaler.value), loss=3.0)
+    return SummedWord(weight=weight, steps=step_mark(0), scales=math.log2(scaler.value), loss=3.0)
 
 
 @pytest.mark.parametrize("weight", [4.0, 0.0])
@@ -152,12 +152,12 @@ def test_a_resumed_run_still_knows_that_only_the_loss_scale_was_too_large(fp16_h
 
 
 def test_a_weight_that_is_not_finite_is_the_reason_for_a_skip() -> None:
-    assert outcome_of(ControlWord(weight=math.nan), math.nan).skip_reason() == "the weight of the loss is not finite"
+    assert outcome_of(SummedWord(weight=math.nan), math.nan).skip_reason() == "the weight of the loss is not finite"
 
 
 def test_a_negative_weight_is_refused_in_the_words_for_one_on_the_host() -> None:
     with pytest.raises(UserError, match=r"the weight of a loss is the number of its terms; it cannot be -4\.0"):
-        concluded(2, word=ControlWord(weight=-4.0, step=RANKS * step_mark(2)))
+        concluded(2, word=SummedWord(weight=-4.0, steps=RANKS * step_mark(2)))
 
 
 @pytest.mark.parametrize("limit", [math.inf, 1.0])
@@ -176,7 +176,7 @@ def test_the_device_decides_as_the_host_does(weight: float, norm: float, limit: 
 
 
 def test_a_result_carries_every_flag() -> None:
-    word = ControlWord(weight=4.0, step=RANKS * step_mark(0), **dict.fromkeys(FLAGS, RANKS))
+    word = SummedWord(weight=4.0, steps=RANKS * step_mark(0), **dict.fromkeys(FLAGS, RANKS))
     result = concluded(0, word=word)
     assert result.exhausted
     assert [getattr(result.flags, name) for name in FLAGS] == [RANKS] * len(FLAGS)

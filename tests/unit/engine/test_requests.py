@@ -15,17 +15,17 @@ from lockstep.runtime.control_word import Flags
 class FakeStepper:
     """Keeps the flags that were set, and has one result that is not read yet."""
 
-    def __init__(self, steps_done: int = 3, pending: Any = None):
+    def __init__(self, steps_done: int = 3, late: Any = None):
         self.flags: dict[str, bool] = {}
         self.counters = SimpleNamespace(steps_done=steps_done)
-        self._pending = pending
+        self._late = late
 
     def set_flags(self, **flags: bool) -> None:
         self.flags |= flags
 
-    def wait_for_outcome(self) -> Any:
-        pending, self._pending = self._pending, None
-        return pending
+    def read_late_outcome(self) -> Any:
+        late, self._late = self._late, None
+        return late
 
 
 class FakeCollectives:
@@ -73,9 +73,9 @@ def test_what_this_rank_requests_is_not_agreed_on_yet() -> None:
 
 
 def test_a_result_that_is_read_late_is_accepted_once() -> None:
-    found = requests(pending=result(evaluate=1, new_metrics=2, save_failed=1))
-    assert found.accept_pending() is not None
-    assert found.accept_pending() is None
+    found = requests(late=result(evaluate=1, new_metrics=2, save_failed=1))
+    assert found.accept_late() is not None
+    assert found.accept_late() is None
     assert found.evaluate_agreed
     assert found.metric_names.new
     assert found.checkpoints.pending.aborted == 1

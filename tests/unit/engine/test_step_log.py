@@ -23,10 +23,8 @@ class Lines:
     def __init__(self) -> None:
         self.intervals: list[EndedInterval] = []
 
-    def end_interval(
-        self, interval: Interval, pending_steps: int, names: Sequence[str], numbers: dict[str, Any]
-    ) -> None:
-        self.intervals.append(interval.end(pending_steps))
+    def end_interval(self, interval: Interval, late_steps: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
+        self.intervals.append(interval.end(late_steps))
 
     def poll(self) -> None:
         pass
@@ -37,21 +35,20 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     stepper: Any = SimpleNamespace(
         counters=SimpleNamespace(steps_done=0),
         outcome_handler=SimpleNamespace(skipped=0),
-        context=SimpleNamespace(runtime=SimpleNamespace(collectives=COLLECTIVES)),
         lr=0.1,
         scaler=None,
-        pending_steps=int(late),
+        late_steps=int(late),
     )
     lines: Any = Lines()
     plan: Any = SimpleNamespace(epochs_after=lambda steps: None)
-    return StepLog(3, plan, stepper, Interval(Sums(), MetricNames(new=False)), lines), lines, stepper
+    return StepLog(3, plan, stepper, Interval(Sums(), MetricNames(new=False)), lines, COLLECTIVES), lines, stepper
 
 
 def run_steps(log: StepLog, stepper: Any, last: int) -> None:
     while stepper.counters.steps_done < last:
         stepper.counters.steps_done += 1
         is_last = stepper.counters.steps_done == 8
-        stepper.pending_steps &= not is_last  # the last line waits
+        stepper.late_steps &= not is_last  # the last line waits
         log.end_step(4, None, is_last)
         log.write_if_due()
 

@@ -92,7 +92,7 @@ def test_a_device_that_decides_takes_no_hook_during_the_loop() -> None:
         update.step_on_device(factor, skip, 2, [0])
 
     # Before the loop it is noticed, and the host divides.
-    update.look_for_hooks()
+    update.choose_kernels()
     assert not update.skips_on_device
     handle.remove()
 
@@ -102,10 +102,10 @@ def test_a_late_hook_is_refused_where_an_early_one_is() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizers = Optimizers(optimizer, model)
     optimizers.use_masters(MasterWeights(optimizers.all, model, "master", seed=0))
-    optimizers.look_for_hooks()
+    optimizers.check_step_hooks()
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(UserError, match="SGD cannot be used here: parameters are stored in bfloat16"):
-        optimizers.look_for_hooks()
+        optimizers.check_step_hooks()
 
 
 def test_torch_keeps_hooks_where_they_are_looked_for(removed: list[Any]) -> None:
@@ -128,7 +128,7 @@ def test_hooks_of_torch_and_our_own_are_not_the_users() -> None:
     update._optimizers.refuse_direct_steps()
     optimizer.register_step_pre_hook(torch.profiler.record_function.__enter__)
     assert step_hook(optimizer) is None
-    update.look_for_hooks()
+    update.choose_kernels()
     assert update.skips_on_device
 
 

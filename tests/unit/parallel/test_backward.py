@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.parallel.inner_gradients import LET_THROUGH, InnerGradients
-from lockstep.parallel.micro_batches import backward
+from lockstep.parallel.micro_batches import backward_unchecked
 
 
 class OtherTensor(Tensor):
@@ -18,8 +18,8 @@ def test_it_adds_to_the_gradients_as_torch_does():
     p, word = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.zeros(3))
     sent = torch.tensor([1.0, 2.0, 3.0])
 
-    backward(((p**2).sum(),), (torch.tensor(0.5),))
-    backward(((p**2).sum(), word), (torch.tensor(0.5), sent))
+    backward_unchecked(((p**2).sum(),), (torch.tensor(0.5),))
+    backward_unchecked(((p**2).sum(), word), (torch.tensor(0.5), sent))
 
     torch.testing.assert_close(p.grad, torch.tensor([2.0, 4.0]))
     torch.testing.assert_close(word.grad, sent)
@@ -31,7 +31,7 @@ def test_a_loss_of_another_class_goes_through_torchs_function(monkeypatch: pytes
     monkeypatch.setattr(torch.autograd, "backward", lambda *args: calls.append(args))
     outputs, grads = (torch.ones(()).as_subclass(OtherTensor),), (torch.ones(()),)
 
-    backward(outputs, grads)
+    backward_unchecked(outputs, grads)
 
     assert calls == [(outputs, grads)]
 
@@ -51,3 +51,18 @@ def test_a_block_that_is_entered_twice_leaves_torch_as_it_was():
 
     assert len(calls) == 2
     assert torch.autograd._engine_run_backward is engine  # pyrefly: ignore[missing-attribute]
+
+
+def test_a_block_that_was_left_does_nothing_when_it_closes_later():
+    """A custom loop that fails leaves its block; Python closes the iterator of the loop whenever it likes."""
+    engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+    failed, other = InnerGradients([].append), InnerGradients([].append)
+
+    failed.__enter__()
+    failed.leave()
+    assert torch.autograd._engine_run_backward is engine  # pyrefly: ignore[missing-attribute]
+
+    with other:
+        replaced = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+        failed.__exit__()
+        assert torch.autograd._engine_run_backward is replaced  # pyrefly: ignore[missing-attribute]

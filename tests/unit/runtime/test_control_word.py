@@ -21,6 +21,7 @@ from lockstep.runtime.control_word import (
     STEP,
     ControlWord,
     ControlWordCodec,
+    SummedWord,
     mean_is_exact,
     step_mark,
 )
@@ -59,7 +60,7 @@ def packed_words(words: list[ControlWord], dtype: torch.dtype, factor: float) ->
     return np.stack([codec.pack(word, factor).numpy() for word in words])
 
 
-def all_reduced(rows: np.ndarray, order: Order, seed: int, mean_of: int = 0) -> ControlWord:
+def all_reduced(rows: np.ndarray, order: Order, seed: int, mean_of: int = 0) -> SummedWord:
     """Add packed words; with `mean_of` as DDP does, which multiplies each by a rounded 1 / `mean_of` before."""
     if mean_of:
         rows = rows * np.asarray(1.0 / mean_of, rows.dtype)
@@ -89,7 +90,7 @@ def test_the_sum_is_exact(ranks: int, way: str, contents: list, step: int, seed:
     for order in ORDERS:
         found = all_reduced(rows, order, seed, mean_of=ranks if way == "mean" else 0)
         assert found.weight == sum(n * weight for n, (weight, _) in zip(counts, contents, strict=True))
-        assert found.step == ranks * mark
+        assert found.steps == ranks * mark
         for name in FLAGS:
             assert getattr(found, name) == sum(n * flags[name] for n, (_, flags) in zip(counts, contents, strict=True))
 
@@ -107,7 +108,7 @@ def test_a_word_that_does_not_belong_is_always_noticed(ranks: int, way: str) -> 
         for what, rows in wrong.items():
             for order in ORDERS if len(rows) else ():
                 found = all_reduced(rows, order, step, mean_of=ranks if way == "mean" else 0)
-                assert found.step != ranks * step_mark(step), (what, step)
+                assert found.steps != ranks * step_mark(step), (what, step)
 
 
 # ---- which means are exact ------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def test_a_mean_of_many_words_in_float32_does_go_wrong() -> None:
     ranks = 10_140
     rows = np.tile(packed_words([ControlWord(weight=LARGEST, step=BASE)], torch.float32, ranks), (ranks, 1))
     found = all_reduced(rows, in_a_ring, 0, mean_of=ranks)
-    assert (found.weight, found.step) != (ranks * LARGEST, ranks * BASE)
+    assert (found.weight, found.steps) != (ranks * LARGEST, ranks * BASE)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +180,8 @@ def test_a_weight_on_the_device_that_is_not_finite_is_nan(weight: float) -> None
     codec = ControlWordCodec(CPU, torch.float32)
     values = codec.pack(ControlWord(weight=torch.tensor(weight), step=3, stop=1)).tolist()
     found = codec.unpack(values)
-    assert math.isnan(float(found.weight))
-    assert (found.step, found.stop) == (3, 1)
+    assert math.isnan(found.weight)
+    assert (found.steps, found.stop) == (3, 1)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -190,5 +191,5 @@ def test_a_word_with_a_number_that_is_not_finite_can_be_read(slot: int, number: 
     values = ControlWordCodec(CPU, torch.float32).pack(ControlWord(weight=4.0, step=3, stop=1)).tolist()
     values[slot] = number
     found = ControlWordCodec(CPU, torch.float32).unpack(values)
-    assert found.step == (-1 if slot == STEP else 3)
+    assert found.steps == (-1 if slot == STEP else 3)
     assert all(getattr(found, name) in (0, 1) for name in FLAGS)

@@ -51,8 +51,8 @@ class Evaluations:
         """Return whether to evaluate after this step. All ranks get the same answer."""
         due = self.schedule.due_after(steps_done)
         if due or self._requests.evaluate_agreed:
-            # On a GPU the request for this evaluation may be part of an outcome that is pending.
-            self._requests.accept_pending()
+            # On a GPU the request for this evaluation may be part of a late outcome.
+            self._requests.accept_late()
 
         return due or self._requests.evaluate_agreed
 

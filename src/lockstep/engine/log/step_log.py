@@ -18,6 +18,7 @@ from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.run_folder.names import SAMPLES
 from lockstep.run_folder.opened import RunFolder
+from lockstep.runtime.collectives import Collectives
 from lockstep.task import Number, StepResult, Weight
 
 
@@ -51,13 +52,21 @@ class StepLog:
     logged what belongs to the step.
     """
 
-    def __init__(self, every: int, plan: Plan, stepper: Stepper, interval: Interval, recorder: Recorder):
+    def __init__(
+        self,
+        every: int,
+        plan: Plan,
+        stepper: Stepper,
+        interval: Interval,
+        recorder: Recorder,
+        collectives: Collectives,
+    ):
         self.interval = interval  # since the last line
         self._every = every
         self._plan = plan
         self._stepper = stepper
         self._recorder = recorder
-        self._collectives = stepper.context.runtime.collectives
+        self._collectives = collectives
 
         self._newest: StepResult | None = None  # the newest known result
         self.line_due = False  # the line of this step is not written yet
@@ -119,7 +128,7 @@ class StepLog:
             names.agree(self._collectives)
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
-        self._recorder.end_interval(self.interval, stepper.pending_steps, names.known, numbers)
+        self._recorder.end_interval(self.interval, stepper.late_steps, names.known, numbers)
 
     # ---- checkpoints ----
 

@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.parallel.calls.chain import run_eagerly
 from lockstep.parallel.calls.state import restore_modes
-from lockstep.parallel.driver import Driver
-from lockstep.parallel.inner_gradients import LossFn
+from lockstep.parallel.driver import Driver, LossFn
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.task import MicroBatch

@@ -15,7 +15,7 @@ from lockstep.engine.profile.flops import StepFlops, matmul_rate
 from lockstep.engine.profile.tracer import StepTracer
 from lockstep.engine.run import Run
 from lockstep.observe.profile.merge import mean_kinds, mean_over_ranks, merge, warnings
-from lockstep.parallel.inner_gradients import LossFn
+from lockstep.parallel.driver import LossFn
 from lockstep.parallel.step_parts import StepPart
 from lockstep.run_folder.names import PROFILE
 from lockstep.runtime.seeds import preserve_rng

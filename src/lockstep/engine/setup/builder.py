@@ -13,7 +13,6 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from lockstep.optim.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.inner_gradients import current_engine, set_engine
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.precision import Precision, choose_precision, for_model
 from lockstep.run_folder.opened import RunFolder, open_run_dir
 from lockstep.runtime import attempt_folder
@@ -169,8 +168,9 @@ class RunBuilder:
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
         self.on_failure(driver.parts.close)
-        # A custom loop may fail where its gradients are intercepted.
-        self.on_failure(partial(set_engine, current_engine()))
+        if isinstance(driver, MicroBatchDriver):
+            self.on_failure(driver.inner_gradients.leave)
+
         return driver
 
     def expect_unused_parameters(self, reason: str) -> None:

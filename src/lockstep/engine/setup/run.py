@@ -74,12 +74,12 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     if config.log.samples:
         driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
-    log = StepLog(config.log.every, plan, stepper, interval, builder.recorder)
-    requests = _make_requests(plan, stepper, checkpoints, source, interval, resumed)
+    log = StepLog(config.log.every, plan, stepper, interval, builder.recorder, runtime.collectives)
+    requests = _make_requests(builder, plan, stepper, checkpoints, source, interval, resumed)
     # A rewind keeps the elapsed time and the requests.
     loop = checkpoints.state.loop
     loop.add("clock", builder.clock, rewinds=False)
-    evaluations = _make_evaluations(builder, plan, stepper, requests)
+    evaluations = _make_evaluations(builder, plan, stepper, checkpoints, requests)
     loop.add("log", log)
     loop.add("requests", requests, rewinds=False)
     loop.add("evaluations", evaluations)
@@ -206,6 +206,7 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
 
 
 def _make_requests(
+    builder: RunBuilder,
     plan: Plan,
     stepper: Stepper,
     checkpoints: CheckpointManager,
@@ -214,19 +215,21 @@ def _make_requests(
     resumed: Resumed | None,
 ) -> Requests:
     changed = {change.key for change in resumed.changed_settings} if resumed else set()
-    collectives = stepper.context.runtime.collectives
+    collectives = builder.runtime.collectives
     steps_changed = bool(changed & {"steps", "epochs"})
     return Requests(stepper, checkpoints, source, interval.metric_names, collectives, plan.steps, steps_changed)
 
 
-def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:
+def _make_evaluations(
+    builder: RunBuilder, plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, requests: Requests
+) -> Evaluations:
     """Make the object that decides when to evaluate, and acts on results. The clock must be restored by now."""
     seconds = builder.clock.seconds
     return Evaluations(
         config=builder.config,
         schedule=EvaluationSchedule(builder.config.evaluate, plan.steps_per_epoch, plan.ahead, seconds),
         requests=requests,
-        checkpoints=requests.checkpoints,
+        checkpoints=checkpoints,
         learning_rate=stepper.learning_rate,
         recorder=builder.recorder,
         newest=builder.evaluation,

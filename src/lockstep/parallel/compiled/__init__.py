@@ -7,7 +7,8 @@ that is 1.23 times the speed of a hand-written loop with a compiled model, in 0.
 A run that may compile has a `Compiler` (`compiler.py`), under ddp and zero1, and on one rank. With `compile=auto` it
 times the first steps, tries compiled code, and keeps it if that pays; with `compile=true` it compiles at once. It is
 one of the parts of a step, and its `end_step` is collective in some steps, in which all ranks decide together. Only
-calls between `Driver.before_forward` and the end of `Driver.backward` run compiled code (`Compiler.is_training`).
+calls between `before_forward` and the end of `finish_micro_batch` of a `MicroBatchDriver` run compiled code
+(`Compiler.is_training`).
 
 Where a forward waits for other ranks (fsdp, tp, SyncBatchNorm), there is no Compiler: `parallelize` calls
 `model.compile()` instead, and the ranks compile together in the first step. Nothing is timed or compared with eager

@@ -22,7 +22,7 @@ from lockstep.parallel.driver import Driver, DriverSetup, broadcast_model
 from lockstep.parallel.exact.hook import OrderedBuckets
 from lockstep.parallel.exact.reducers import OrderedReplicas
 from lockstep.parallel.gradients import have_gradients, sum_used, sum_with_word
-from lockstep.parallel.micro_batches import MicroBatchDriver, backward, check_reached, norms_of_gradients
+from lockstep.parallel.micro_batches import MicroBatchDriver, backward_unchecked, check_reached, norms_of_gradients
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
@@ -134,21 +134,21 @@ class DDPDriver(MicroBatchDriver):
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         super().before_forward(micro, progress)
-        split_graphs(self._ddp)  # what the forward compiles; `_backward` ends this
+        split_graphs(self._ddp)  # what the forward compiles; `_run_backward` ends this
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
         named = {name: buffer for name, buffer in self.model.named_buffers() if name not in self._frozen}
         broadcast_buffers(named, self.runtime.collectives)
 
-    def _backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
+    def _run_backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         split_graphs(None)
         if self.hook:
             self.hook.prepare(grad_output, control_word)
 
         # Before the last backward of the step, gradients only accumulate on this rank.
         if control_word is None:
-            backward((total,), (grad_output,))
+            backward_unchecked((total,), (grad_output,))
         else:
             self._backward_and_reduce(total, grad_output, control_word)
             self._check_complete()
@@ -164,9 +164,9 @@ class DDPDriver(MicroBatchDriver):
 
         # The backward starts from two tensors. The second is a leaf, so that its gradient is what is passed for it.
         with self._each_gradient_once() if self._counts_gradients else nullcontext():
-            backward((total, self._word_parameter), (grad_output, packed))
+            backward_unchecked((total, self._word_parameter), (grad_output, packed))
 
-    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.
         assert self._word_parameter.grad is not None
         return self._word_parameter.grad, norms_of_gradients(self.parameters)
@@ -230,7 +230,7 @@ class FlatReduceDriver(MicroBatchDriver):
         self.broadcasts_buffers = setup.config.ddp.broadcast_buffers
         broadcast_model(model, setup.runtime.collectives)
 
-    def reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # The first sum carries the control word and counts the ranks that used each parameter. On a GPU the host waits
         # for it, because it decides what the next sums are.
         parameters = [*self.parameters.values()]

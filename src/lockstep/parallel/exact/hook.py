@@ -70,7 +70,7 @@ class OrderedBuckets(OrderedTree):
         check_reached([name for name, p in parameters.items() if p.grad is None], len(parameters))
         super().after_backward(progress)
 
-    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
         # The hook has reduced everything in the last backward.
         assert self._word_parameter.grad is not None
         return self._word_parameter.grad, norms_of_gradients(self.driver.parameters, self.norms)

@@ -74,7 +74,7 @@ class OrderedTree(ExactReducer):
 class OrderedReducer(OrderedTree):
     """The sums of a single process."""
 
-    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
         # A parameter that no micro-batch has reached keeps no gradient.
         summed = self.tree.finish()
         for parameter in self.driver.parameters.values():
@@ -89,7 +89,7 @@ class OrderedReplicas(OrderedTree):
     A parameter may have no gradient in some micro-batches, or in all of them.
     """
 
-    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
         """Add the roots of all ranks in the order of the tree, and sum the control word.
 
         One collective finds out which gradients there are, and two more add those of each group below.

@@ -75,7 +75,7 @@ class OrderedShards(ExactReducer):
         no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.driver.runtime.device)
         return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
-    def reduce(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
         """Check that every tree of the step is complete, and gather the norms with the control word."""
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
         if any(tree.roots for reduction in self._reductions for tree in reduction.trees.values()):

@@ -101,10 +101,10 @@ class FSDPDriver(ShardedDriver):
         super().begin_pass()
         self._collective_check.begin_pass()
 
-    def _use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+    def _use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.
         if self._tp_group:
-            super()._use_hooks(hooks)
+            super()._use_parameter_hooks(hooks)
             return
 
         # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
@@ -171,11 +171,11 @@ class FSDPDriver(ShardedDriver):
         names = super().leaf_names()
         return names | {id(full): names[id(sharded)] for sharded, full in self._gathered() if id(sharded) in names}
 
-    def _backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
+    def _run_backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         if self._graph_is_retained:
             self._backward_through_gradients(total, grad_output)
         else:
-            super()._backward(total, grad_output, control_word)
+            super()._run_backward(total, grad_output, control_word)
 
         # The first step is enough: blocks return outputs of the same structure in all steps.
         if self._collective_check.steps == 1:

@@ -19,12 +19,12 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reduced, no_gradient, trainable
+from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.gradients import sum_with_word
-from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients, LossFn
+from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.mesh import Axes, Mesh
-from lockstep.parallel.micro_batches import begin_pass
+from lockstep.parallel.micro_batches import clear_gradients
 from lockstep.parallel.parameter_hooks.hooks import change_sums
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.pipeline import Pipeline
@@ -62,7 +62,7 @@ class PipelineDriver(Driver):
         self.role = _role_in(split, setup, axes.mesh)
         self.parameters = trainable(model)
         self._names = list(self.parameters)
-        self._hooks = setup.hooks  # called with the gradient sums of a step
+        self._parameter_hooks = setup.hooks  # called with the gradient sums of a step
 
         # What sums the gradients.
         holders = [split.pp_ranks[name] for name in self._names]
@@ -95,7 +95,10 @@ class PipelineDriver(Driver):
 
     def _begin_pass(self) -> None:
         """Begin a pass over the micro-batches of a step."""
-        begin_pass(self)
+        clear_gradients(self.parameters)
+        for part in self.parts:
+            part.begin_pass()
+
         self._remote.begin_pass()
         if self._collective_check:
             self._collective_check.begin_pass()
@@ -123,7 +126,7 @@ class PipelineDriver(Driver):
         for part in self.parts:
             part.before_all_reduce()
 
-        packed, norms = self._reduce(progress.control_word())
+        packed, norms = self._finish_reduction(progress.control_word())
         for part in self.parts:
             part.end_pass(progress)
 
@@ -182,7 +185,7 @@ class PipelineDriver(Driver):
 
     # ---- after the last backward ----
 
-    def _reduce(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+    def _finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         """Reduce gradients over ranks. Return the summed control word, and the norms of the gradients of all stages."""
         if self._collective_check:
             self._collective_check.compare(END)
@@ -204,7 +207,7 @@ class PipelineDriver(Driver):
 
         # Then sum the gradients, and call the user's hooks with the sums.
         self._gradients.sum(used_anywhere[: len(used)])
-        change_sums(self._hooks, self.parameters)
+        change_sums(self._parameter_hooks, self.parameters)
         return packed, self._gradients.step_norms()
 
     def _raise_refusal(self) -> NoReturn:

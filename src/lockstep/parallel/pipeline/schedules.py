@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
-from lockstep.parallel.inner_gradients import LossFn
+from lockstep.parallel.driver import LossFn
 from lockstep.parallel.pipeline.p2p import sendable
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
 from lockstep.parallel.progress import StepProgress
