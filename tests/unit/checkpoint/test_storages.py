@@ -73,11 +73,11 @@ def test_latest_is_for_people(tmp_path):
 
 def test_a_start_deletes_temporary_files_of_writers_that_were_killed_and_no_others(tmp_path):
     storage = CheckpointStorage(tmp_path)
-    for name in (".latest.123", ".owner.0a1b2c3d.tmp", ".latest.live.tmp", "unrelated"):
+    for name in (".latest.00112233.tmp", ".owner.0a1b2c3d.tmp", ".latest.live.tmp", "unrelated"):
         (tmp_path / name).touch()
 
     hour_ago = time.time() - 3600
-    for name in (".latest.123", ".owner.0a1b2c3d.tmp", "unrelated"):
+    for name in (".latest.00112233.tmp", ".owner.0a1b2c3d.tmp", "unrelated"):
         os.utime(tmp_path / name, (hour_ago, hour_ago))
 
     commit(storage, 1)
