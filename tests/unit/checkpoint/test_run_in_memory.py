@@ -34,6 +34,7 @@ from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.checkpoint.storage import retry as retry_module
@@ -732,7 +733,9 @@ def test_the_space_for_tied_weights_is_counted_once() -> None:
     model = Tied()
     optimizers: Any = SimpleNamespace(masters=None)
     saved = ModelState(model, optimizers, (), True, bool)
-    assert sum(tensor.nbytes for tensor in saved.tensors().values()) == 10 * 4 * 4
+    tensors: dict[str, CapturedTensor] = {}
+    saved.capture(tensors)
+    assert sum(captured.tensor.nbytes for captured in tensors.values()) == 10 * 4 * 4
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_that_was_set_aside_keeps_the_one_in_its_place(tmp_path: Path) -> None:

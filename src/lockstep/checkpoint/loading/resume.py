@@ -14,7 +14,6 @@ from typing import Any
 from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.loading.search import wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.state.run_state import RunState, check_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
@@ -42,7 +41,7 @@ class Resumed:
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     other_changes: list[str]  # since the save, besides `changed_settings`
-    is_own: bool  # whether the run keeps this checkpoint: it belongs to this run and was not set aside
+    own_step: int | None  # `step`; None if the run does not keep this checkpoint: it is another run's, or was set aside
 
     @property
     def changes(self) -> list[str]:
@@ -58,7 +57,6 @@ class Resumer:
         folder: RunFolder,
         storage: CheckpointStorage,
         state: RunState,
-        pending: PendingSave,
         config: RunConfig,
         runtime: Runtime,
         log_event: EventLogger,
@@ -67,7 +65,6 @@ class Resumer:
         self.folder = folder
         self.storage = storage
         self.state = state
-        self.pending = pending
         self.config = config
         self.runtime = runtime
         self.log_event = log_event
@@ -115,7 +112,7 @@ class Resumer:
     def load(self, reader: CheckpointReader, rewinds: bool = False) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective.
 
-        Record its step, so that later saves know it. `rewinds`: whether this process has trained before.
+        `rewinds`: whether this process has trained before.
         """
         check_values(reader, *RUN_VALUES)
         values = reader.manifest.values
@@ -128,6 +125,7 @@ class Resumer:
 
         # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
+        own_step = step if is_own else None
 
         # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
         # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
@@ -137,7 +135,6 @@ class Resumer:
         self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
         # After the checkpoint of another run, a later attempt must load that one again, until this run has saved.
-        self.pending.last_committed = step if is_own else None
         if self.runtime.is_main and is_own:
             self.folder.end_going_back()
 
@@ -150,7 +147,7 @@ class Resumer:
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
             other_changes=other_changes,
-            is_own=is_own,
+            own_step=own_step,
         )
 
     def _set_own_aside(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:

@@ -74,6 +74,10 @@ class PendingSave:
         self._retry_at = math.inf
         return self.save
 
+    def note_loaded(self, own_step: int | None) -> None:
+        """Take the checkpoint that was just loaded for the last one. None: this run does not keep it."""
+        self.last_committed = own_step
+
     def retry_due(self) -> bool:
         """Return whether to save again because the last save failed. Ask on one rank only: the clocks differ."""
         return time.monotonic() >= self._retry_at
