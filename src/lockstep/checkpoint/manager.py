@@ -213,7 +213,7 @@ class CheckpointManager:
         self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", step):
             contents = self.state.contents_of_rank(self.runtime, self.log_event, self._run_values(plan))
-            save = self.pending.start(step, contents, metrics)
+            save = self.pending.copy_and_write(step, contents, metrics)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)

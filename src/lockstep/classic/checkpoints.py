@@ -187,7 +187,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
     saver = Saver(context, asynchronous=False)
     values = {"state": captured.json_state, "world": world_size}
-    save = saver.start(step, RankContents(shards, ManifestValues(captured.aliases, values)))
+    save = saver.copy_and_write(step, RankContents(shards, ManifestValues(captured.aliases, values)))
     saver.close()
     if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)

@@ -53,7 +53,7 @@ def test_a_full_store_costs_a_checkpoint_and_nothing_else(tmp_path):
     storage = CheckpointStorage(tmp_path, "test_storages:FullStore://bucket")
     commit(storage, 1)
     [saver] = savers(storage)
-    saver.start(2, RankContents(shard({"x": torch.ones(10_000)}, 0, 1)))
+    saver.copy_and_write(2, RankContents(shard({"x": torch.ones(10_000)}, 0, 1)))
     [report] = saver.take_ended()
     assert "no space left on the disk of test_storages:FullStore://bucket" in report.outcome.reason
     assert same(load(storage)[1], state(1))
@@ -286,7 +286,7 @@ def test_rules_that_make_no_sense_are_refused(wrong):
 def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [
         "step-00000004",
@@ -300,7 +300,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     storage = CheckpointStorage(tmp_path)
     [saver] = savers(tmp_path, settings=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
-        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     saver.take_ended()
     open_file = CheckpointStorage.open
 
@@ -333,7 +333,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
 
 def save_with_losses(saver: Saver, losses: dict[int, float]) -> None:
     for step, loss in losses.items():
-        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert all(is_committed(save) and not save.outcome.warning for save in saver.take_ended())
 
 
