@@ -118,7 +118,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "        commit(root, 1)\n"
         "        if (pid := os.fork()) == 0:\n"
         "            faults.fire = lambda at, step: os._exit(9) if at == phase else None\n"
-        "            savers(root, asynchronous=False)[0].start(2, RankContents(shard(state(2), 0, 1)))\n"
+        "            savers(root, asynchronous=False)[0].copy_and_write(2, RankContents(shard(state(2), 0, 1)))\n"
         "            os._exit(0)\n"
         "        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, phase\n"
     )

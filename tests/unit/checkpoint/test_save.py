@@ -382,11 +382,11 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
     commit(storage, 1, 2)
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    failing = team[rank].start(2, RankContents(shard(state(2), rank, 2)))
+    failing = team[rank].copy_and_write(2, RankContents(shard(state(2), rank, 2)))
     [report] = team[rank].take_ended()
     assert "no space left" in report.outcome.reason
     monkeypatch.undo()
-    other = team[1 - rank].start(2, RankContents(shard(state(2), 1 - rank, 2)))
+    other = team[1 - rank].copy_and_write(2, RankContents(shard(state(2), 1 - rank, 2)))
     for save in (failing, other):
         save.abort("a disk is full")
     assert not is_committed(end([team[1 - rank]])[0])
@@ -741,6 +741,25 @@ def test_a_warning_about_old_checkpoints_outlives_what_fails_after_it(storage, m
     assert save.outcome.warning.startswith("safe, but older ones are not deleted: another attempt has taken over")
 
 
+def test_a_disk_without_room_for_latest_gets_room_all_the_same(storage, monkeypatch):
+    """The deletion of old checkpoints was left out, so the disk stayed full, and no save could succeed any more."""
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
+    assert is_committed(saver.take_ended()[0])
+    replace = CheckpointStorage.replace
+
+    def full(self, key, data, durable=False):
+        if key == "latest":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(self, key, data, durable)
+
+    monkeypatch.setattr(CheckpointStorage, "replace", full)
+    saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
+    [save] = saver.take_ended()
+    assert save.outcome.warning.startswith("safe, but the file latest does not name it: ")
+    assert folders(storage) == {"step-00000002"}
+
+
 @pytest.mark.parametrize(("phase", "left"), [("write", set()), ("latest", {"step-00000001"})])
 def test_ctrl_c_in_a_save_without_a_thread_ends_the_run(storage, monkeypatch, phase, left):
     def interrupt(now, step):
@@ -918,9 +937,9 @@ def test_nothing_is_committed_without_a_claim(tmp_path):
 def test_an_attempt_that_was_replaced_commits_nothing(storage):
     [old] = savers(storage, token="00")
     [new] = savers(storage, token="11")
-    old.start(1, RankContents(shard(state(7), 0, 1)))
+    old.copy_and_write(1, RankContents(shard(state(7), 0, 1)))
     assert "another attempt has taken over" in old.take_ended()[0].outcome.reason
-    new.start(1, RankContents(shard(state(1), 0, 1)))
+    new.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     assert is_committed(new.take_ended()[0])
     assert same(load(storage)[1], state(1))
 
@@ -929,7 +948,7 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
     """Rank 1 of a dead attempt writes the same step as the new attempt, whose own rank 1 is late."""
     late = savers(storage, 2, token="00")[1]
     team = savers(storage, 2, token="11")
-    late.start(1, RankContents(shard(state(7), 1, 2)))
+    late.copy_and_write(1, RankContents(shard(state(7), 1, 2)))
     late.take_ended()
     team[0].copy_and_write(1, RankContents(shard(state(1), 0, 2)))
     time.sleep(0.05)

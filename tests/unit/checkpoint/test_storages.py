@@ -312,7 +312,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointStorage, "open", fail)
         [resumed] = savers(tmp_path, settings=retention)
-        resumed.start(3, RankContents(shard(state(3), 0, 1)), {"loss": 3.0})
+        resumed.copy_and_write(3, RankContents(shard(state(3), 0, 1)), {"loss": 3.0})
         [report] = resumed.take_ended()
         assert "Input/output error" in report.outcome.warning
         oldest = tmp_path / "step-00000001"
@@ -326,7 +326,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     assert best.checkpoint.step == 1
     # What the warning says to type works: the older ones are deleted again, and the one that was set aside is not.
     oldest.rename(f"{oldest}.damaged")
-    resumed.start(4, RankContents(shard(state(4), 0, 1)), {"loss": 4.0})
+    resumed.copy_and_write(4, RankContents(shard(state(4), 0, 1)), {"loss": 4.0})
     assert resumed.take_ended()[0].outcome.warning == ""
     assert set(storage.folders()) == {"step-00000001.damaged", "step-00000002", "step-00000004"}
 

@@ -242,21 +242,24 @@ class Save:
             yield chunk
 
     def _tidy_up(self, outcome: Committed) -> Committed:
-        """Do what follows a commit, and return the outcome with a warning if that fails: the checkpoint is safe."""
-        warning = outcome.warning
+        """Do what follows a commit, and return the outcome with what has failed as a warning: the checkpoint is safe."""
+        warnings = [outcome.warning]
         try:
-            announce(self.draft)
+            warnings.append(announce(self.draft))
 
             # `write_s` does not include deleting old checkpoints.
             self.write_s = time.perf_counter() - self._began
-            warning = warning or delete_old(self.context)
+
+            # A commit that may not survive a power cut would leave none.
+            if not outcome.warning:
+                warnings.append(delete_old(self.context))
 
             file = f"{folder_name(self.step)}/{file_name(0)}"
             faults.damage_committed(self.context.storage, file, self.step)
         except Exception as error:  # an exception would be lost with the thread
-            warning = warning or f"safe, but tidying up after it failed: {_as_text(error)}"
+            warnings.append(f"safe, but tidying up after it failed: {_as_text(error)}")
 
-        return replace(outcome, warning=warning)
+        return replace(outcome, warning="; ".join(filter(None, warnings)))
 
     # ---- a save that fails ----
 
