@@ -16,6 +16,7 @@ from lockstep.checkpoint.manifest import (
     Damaged,
     Forbidden,
     Manifest,
+    Missing,
     Piece,
     TensorEntry,
     Unreadable,
@@ -193,7 +194,10 @@ class CheckpointReader:
                 raise
 
     def _until_readable(self, act: Callable[[], Answer]) -> Answer:
-        """Call `act` until it does not raise Unreadable, for `timeout_s` seconds in which nothing was read.
+        """Call `act` until it raises neither Unreadable nor Missing, for `timeout_s` seconds in which nothing was read.
+
+        A file that is missing was there when it was verified, on this machine or another. So it is waited for, unless
+        the checkpoint is gone.
 
         Each rank waits on its own, because ranks read different files. `storage.retry` is for ranks that act together.
         """
@@ -208,12 +212,15 @@ class CheckpointReader:
         while True:
             try:
                 return act()
-            except Unreadable as problem:
+            except (Unreadable, Missing) as problem:
                 if self._bytes_read != bytes_read:
                     bytes_read, began, pause = self._bytes_read, time.monotonic(), retry.FIRST_PAUSE_S
 
                 left = began + self.timeout_s - time.monotonic()
-                if isinstance(problem, Forbidden) or left <= 0:
+                if isinstance(problem, Missing):
+                    if left <= 0 or self._is_deleted():
+                        raise
+                elif isinstance(problem, Forbidden) or left <= 0:
                     raise unreadable_error(problem) from None
 
                 if not printed:
@@ -224,6 +231,13 @@ class CheckpointReader:
             time.sleep(min(pause, left))
             pause = min(2 * pause, retry.MAX_PAUSE_S)
             self._beat()
+
+    def _is_deleted(self) -> bool:
+        """Return whether the folder of the checkpoint is gone. If it cannot be looked up, it may still be there."""
+        try:
+            return not self.checkpoint.exists()
+        except OSError:
+            return False
 
     def _close_all(self, streams: dict[str, io.BufferedIOBase]) -> None:
         # What was read is complete, even if closing fails.

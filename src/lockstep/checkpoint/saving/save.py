@@ -1,11 +1,11 @@
 """The saves of one rank, while training continues: take a snapshot, write the file, confirm it, and on rank 0 commit.
 
-`Saver.copy_and_write` copies the tensors that the next forward may change, and returns a `Save`, which writes the copy in
-a thread of its own.
-Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages have been copied. Each
-save ends with an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A save
-that fails while it is written raises nothing, and does not affect the next one; `pending.py` says how the other ranks
-learn of it. Only `prepare` and `copy_and_write` raise: if a checkpoint cannot hold a tensor, or if a copy fails.
+`Saver.copy_and_write` copies the tensors that the next forward may change, and returns a `Save`, which writes the copy
+in a thread of its own. Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages
+have been copied. Each save ends with an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or
+`SaveFailed`. A save that fails while it is written raises nothing, and does not affect the next one; `pending.py` says
+how the other ranks learn of it. Only `prepare` and `copy_and_write` raise: if a checkpoint cannot hold a tensor, or if
+a copy fails.
 
 `draft.py` has the folder to which all ranks write, `commit.py` what follows on rank 0.
 """
@@ -242,7 +242,7 @@ class Save:
             yield chunk
 
     def _tidy_up(self, outcome: Committed) -> Committed:
-        """Do what follows a commit, and return the outcome with what has failed as a warning: the checkpoint is safe."""
+        """Do what follows a commit. Return the outcome with a warning of what has failed: the checkpoint is safe."""
         warnings = [outcome.warning]
         try:
             warnings.append(announce(self.draft))

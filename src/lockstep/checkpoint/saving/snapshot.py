@@ -91,7 +91,7 @@ class Copied:
 
 
 class BackgroundCopy:
-    """Copies the tensors that a snapshot has left for later, during the next forward and backward, which do not change its tensors.
+    """Copies what a snapshot has left for later, during the next forward and backward, which do not change it.
 
     Tensors on a GPU are copied in a separate stream, for which the host does not wait. Tensors on the CPU are copied by
     the thread that writes the file.
