@@ -1,4 +1,4 @@
-"""Storage that shows the newest files late to one rank, as NFS and some object stores do: two ranks resume all the same.
+"""Storage that shows the newest files late to one rank, as NFS and some object stores do: the run resumes all the same.
 
 Nothing may be lost by it: no checkpoint is called damaged, and the run does not resume from an older one.
 """

@@ -202,7 +202,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
-        self._saver.prepare(self.state.shards_of(self.state.capture_tensors(), self.runtime))
+        self._saver.reserve(self.state.shards_of(self.state.capture_tensors(), self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `step` steps, and write it in the background while training continues. Collective.

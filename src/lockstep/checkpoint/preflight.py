@@ -1,4 +1,4 @@
-"""Checks before the first step: without them, the first save would fail, perhaps hours later.
+"""Checks before the first step that a save can succeed: the first one may come hours later.
 
 All ranks call them together, and all of them raise the same error.
 """

@@ -6,6 +6,7 @@ no collective here: a rank leaves a report of its call in the store of the proce
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -42,6 +43,9 @@ from lockstep.run_folder.paths import CHECKPOINTS
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.shards import shard_of
 from lockstep.runtime.world import World
+
+# The pause between two looks at what other ranks have left in the store, in seconds.
+POLL_S = 0.02
 
 
 class CheckpointCalls:
@@ -144,7 +148,7 @@ def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
 
     # The other ranks wait for this report. If nothing else is reported, it says that the save was interrupted.
     with calls.reporting(key, interrupted, folder=str(folder.resolve())) as report:
-        _wait_for_readers(calls, key, folder, limit)
+        _wait_for_late_loads(calls, key, folder, limit)
         report["token"] = secrets.token_hex(4)
 
         try:
@@ -199,26 +203,30 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     return save.outcome.checkpoint.name
 
 
-def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: timedelta) -> None:
-    """Wait until no rank can still be reading a checkpoint in this folder: the save may replace it."""
-    # A rank that waits for this save does not load, even if it has left out a load.
-    saving = calls.of_all_ranks(f"{save}/waits")
+def _wait_for_late_loads(calls: CheckpointCalls, save: str, folder: Path, limit: timedelta) -> None:
+    """Wait until all ranks have loaded what this one has loaded from this folder: the save may replace or delete it.
+
+    `load_state` may have returned here before another rank has begun to load.
+    """
+    if calls.world.alone:
+        return
+
     target = CheckpointStorage.of_run(folder)
+    loads = [load for load, source in calls.loads if source == target]
     deadline = time.monotonic() + limit.total_seconds()
 
-    for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
-        # By rank: the sign that it has loaded, and the sign that it waits for this save.
-        signs = list(zip(calls.of_all_ranks(f"{load}/read"), saving, strict=True))
-        while late := [rank for rank, keys in enumerate(signs) if not any(calls.store.check([key]) for key in keys)]:
+    for load, rank in itertools.product(loads, range(calls.world.size)):
+        # A rank that waits for this save has left the load out.
+        while not (calls.store.check([f"{load}/read/{rank}"]) or calls.store.check([f"{save}/waits/{rank}"])):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"save_checkpoint({str(folder)!r}) waited for rank {late[0]}, which has not loaded from there",
-                    f"rank {calls.world.rank} loaded a checkpoint of this folder; nothing from rank {late[0]} "
+                    f"save_checkpoint({str(folder)!r}) waited for rank {rank}, which has not loaded from there",
+                    f"rank {calls.world.rank} loaded a checkpoint of this folder; nothing from rank {rank} "
                     f"within {limit}",
                     "call load_checkpoint on every rank, in the same order",
                 )
 
-            time.sleep(0.02)
+            time.sleep(POLL_S)
 
 
 def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: timedelta) -> dict[str, Any]:
@@ -229,7 +237,7 @@ def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: tim
     # The writer may save to other folders first: their reports are passed over.
     while True:
         key = calls.next_save(writer)
-        # The writer waits for ranks that may still load. This one does not: it waits for the save.
+        # In `_wait_for_late_loads` the writer need not wait for this rank, which waits for the save.
         calls.leave(f"{key}/waits/{calls.world.rank}")
         rest = timedelta(seconds=max(0.01, deadline - time.monotonic()))
 

@@ -46,7 +46,8 @@ for line in open(sys.argv[3]):
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                saver.copy_and_write(step, RankContents(shard(state(step), rank, 2), ManifestValues(values={"step": step})))
+                values = ManifestValues(values={"step": step})
+                saver.copy_and_write(step, RankContents(shard(state(step), rank, 2), values))
             coordinator, other = (saver.take_ended()[0].outcome for saver in team)
             assert not coordinator.warning
             assert isinstance(other, Written)

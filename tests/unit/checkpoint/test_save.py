@@ -234,7 +234,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
 
 def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
     [saver] = savers(storage)
-    saver.prepare(shard(state(0), 0, 1))
+    saver.reserve(shard(state(0), 0, 1))
     size = saver._snapshot.layout.file_size
     buffer = saver._snapshot._buffer.data_ptr()
     for step in (1, 2, 3):
@@ -363,7 +363,7 @@ def test_ranks_that_write_the_same_rows_do_not_commit(storage):
 def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeypatch):
     commit(storage, 1)
     [saver] = savers(storage)
-    saver.prepare(shard(state(2), 0, 1))
+    saver.reserve(shard(state(2), 0, 1))
     size = saver._snapshot.layout.file_size
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
     saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))

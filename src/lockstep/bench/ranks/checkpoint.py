@@ -130,7 +130,7 @@ class Ways:
 
         # The last checkpoint only, since the other ways delete theirs, too (`forget`).
         saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, CheckpointConfig(keep=1)))
-        saver.prepare(self.mine)
+        saver.reserve(self.mine)
         return saver
 
     def barrier(self) -> None:

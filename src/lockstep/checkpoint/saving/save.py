@@ -4,7 +4,7 @@
 in a thread of its own. Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages
 have been copied. Each save ends with an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or
 `SaveFailed`. A save that fails while it is written raises nothing, and does not affect the next one; `pending.py` says
-how the other ranks learn of it. Only `prepare` and `copy_and_write` raise: if a checkpoint cannot hold a tensor, or if
+how the other ranks learn of it. Only `reserve` and `copy_and_write` raise: if a checkpoint cannot hold a tensor, or if
 a copy fails.
 
 `draft.py` has the folder to which all ranks write, `commit.py` what follows on rank 0.
@@ -53,7 +53,7 @@ class Saver:
         self._last: Save | None = None  # it uses the buffer until it has ended
         self._saves = 0  # numbers the drafts: the same step may be saved again after a failure
 
-    def prepare(self, shards: Mapping[str, LocalShard]) -> None:
+    def reserve(self, shards: Mapping[str, LocalShard]) -> None:
         """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
         self._wait_for_last()
         self._snapshot.reserve(shards)
