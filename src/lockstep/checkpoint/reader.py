@@ -48,15 +48,17 @@ class CheckpointReader:
         manifest: Manifest,
         skipped: Sequence[Damaged] = (),
         beat: Callable[[], None] = lambda: None,
+        timeout_s: float | None = None,
     ):
-        """`beat` is called after each chunk that is read, and while the reader waits (`timeout_s`)."""
+        """`timeout_s`: how long to wait for a file that cannot be read now, before a UserError; None: do not wait.
+
+        `beat` is called after each chunk that is read, and while the reader waits.
+        """
         self.checkpoint = checkpoint
         self.manifest = manifest
         self.skipped = list(skipped)  # one entry for each newer checkpoint, all of which are damaged
 
-        # How many seconds it waits for a file that cannot be read now. A run sets this, and gets a UserError after it.
-        self.timeout_s: float | None = None
-
+        self._timeout_s = timeout_s
         self._beat = beat
         self._bytes_read = 0
         self._headers: dict[str, Header] = {}  # by file: each is read only once
@@ -201,7 +203,7 @@ class CheckpointReader:
 
         Each rank waits on its own, because ranks read different files. `storage.retry` is for ranks that act together.
         """
-        if self.timeout_s is None:
+        if self._timeout_s is None:
             return act()
 
         printed = False
@@ -216,7 +218,7 @@ class CheckpointReader:
                 if self._bytes_read != bytes_read:
                     bytes_read, began, pause = self._bytes_read, time.monotonic(), retry.FIRST_PAUSE_S
 
-                left = began + self.timeout_s - time.monotonic()
+                left = began + self._timeout_s - time.monotonic()
                 if isinstance(problem, Missing):
                     if left <= 0 or self._is_deleted():
                         raise
@@ -224,7 +226,7 @@ class CheckpointReader:
                     raise unreadable_error(problem) from None
 
                 if not printed:
-                    text = f"{problem}; trying again for {self.timeout_s:g} s (checkpoint.timeout)"
+                    text = f"{problem}; trying again for {self._timeout_s:g} s (checkpoint.timeout)"
                     print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
                     printed = True
 

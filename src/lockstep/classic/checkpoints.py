@@ -72,18 +72,20 @@ class CheckpointCalls:
         self.loads.clear()
         self.saves.clear()
 
-    def next_load(self) -> str:
+    def count_load(self) -> str:
+        """Count one more load, and return its key."""
         self._load_calls += 1
         return f"lockstep/load/{self._trainer}/{self._steps}/{self._load_calls}"
 
-    def next_save(self, writer: int) -> str:
+    def save_key(self, writer: int) -> str:
+        """Return the key of the next save of this writer that this rank has not counted yet."""
         return f"lockstep/save/{self._trainer}/{self._steps}/{writer}/{self.saves[writer]}"
 
     @property
     def store(self) -> dist.Store:
         return dist.distributed_c10d._get_default_store()
 
-    def of_all_ranks(self, key: str) -> list[str]:
+    def keys_of_all_ranks(self, key: str) -> list[str]:
         return [f"{key}/{rank}" for rank in range(self.world.size)]
 
     def leave(self, key: str, **report: Any) -> None:
@@ -142,7 +144,7 @@ def save_state(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
 def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
     """Write a checkpoint, and leave the report for the other ranks: whatever goes wrong, they raise it too."""
     rank = calls.world.rank
-    key = calls.next_save(rank)
+    key = calls.save_key(rank)
     calls.saves[rank] += 1
     interrupted = _not_written(folder, "it was interrupted")
 
@@ -236,7 +238,7 @@ def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: tim
 
     # The writer may save to other folders first: their reports are passed over.
     while True:
-        key = calls.next_save(writer)
+        key = calls.save_key(writer)
         # In `_wait_for_late_loads` the writer need not wait for this rank, which waits for the save.
         calls.leave(f"{key}/waits/{calls.world.rank}")
         rest = timedelta(seconds=max(0.01, deadline - time.monotonic()))
@@ -284,7 +286,7 @@ def load_state(
     save to this folder waits for it.
     """
     world = calls.world
-    key = calls.next_load()
+    key = calls.count_load()
     calls.leave(f"{key}/called/{world.rank}")
 
     with calls.reporting(f"{key}/read/{world.rank}", _interrupted(path, world.rank)):
@@ -296,7 +298,7 @@ def load_state(
         state.restore(reader, reader.manifest.values)
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
-    if not world.alone and wait_for(calls.store, calls.of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
+    if not world.alone and wait_for(calls.store, calls.keys_of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
         _wait_for_all(calls, key, path, limit)
 
     return stepper.counters.steps_done
@@ -308,7 +310,7 @@ def _interrupted(path: Path, rank: int) -> list[str]:
 
 def _wait_for_all(calls: CheckpointCalls, key: str, path: Path, limit: timedelta) -> None:
     """Return when all ranks have read the checkpoint. Raise the error of the first that could not."""
-    reports = calls.of_all_ranks(f"{key}/read")
+    reports = calls.keys_of_all_ranks(f"{key}/read")
     if not wait_for(calls.store, reports, limit):
         [late, *_] = [rank for rank, report in enumerate(reports) if not calls.store.check([report])]
         raise UserError(

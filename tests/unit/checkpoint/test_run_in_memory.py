@@ -472,8 +472,7 @@ def test_a_restore_reads_on_where_it_was_interrupted(tmp_path: Path, monkeypatch
     checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     expected = {name: reader.read(name) for name in reader.names()}
-    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    reader.timeout_s = 1.0
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint), timeout_s=1.0)
     opened: list[Any] = []
     open_file = CheckpointStorage.open
 

@@ -72,13 +72,13 @@ class Resumer:
 
     def find(self, start: StartFrom) -> CheckpointReader | None:
         """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
-        reader = self._find(self.storage) if start.newest else None
+        reader = self._find_in(self.storage) if start.newest else None
         if reader is not None or start.named is None:
             return reader
 
         # --resume names a checkpoint, or a run, whose newest valid checkpoint is used.
         path = Path(start.named)
-        reader = self._find(*checkpoints_at(path))
+        reader = self._find_in(*checkpoints_at(path))
         if reader is None:
             raise UserError(
                 f"--resume {path} cannot be used: that run has no checkpoint",
@@ -88,7 +88,7 @@ class Resumer:
 
         return reader
 
-    def _find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
+    def _find_in(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
         """Find the newest valid checkpoint of a storage, or `only` this one. Collective."""
         self.runtime.heartbeat.beat("load")
         reader = wait_for_newest_valid(storage, self.runtime, self.config.checkpoint.timeout, only)
@@ -103,7 +103,7 @@ class Resumer:
             name = skipped.checkpoint.name
             text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
 
-            kept_as = self._set_own_aside(skipped.checkpoint.storage, partial(set_aside, self.storage, name, "damaged"))
+            kept_as = self._change_if_own(skipped.checkpoint.storage, partial(set_aside, self.storage, name, "damaged"))
             if kept_as:
                 text += f". The damaged checkpoint is kept as {kept_as}"
 
@@ -129,10 +129,9 @@ class Resumer:
 
         # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
         # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
-        # it is set aside, too. The storage of another run must not change. All ranks wait here, because none may save
-        # before this is done.
+        # it is set aside, too. All ranks wait here, because none may save before this is done.
         last_kept = step if is_own else step - 1
-        self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
+        self._change_if_own(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
         # After the checkpoint of another run, a later attempt must load that one again, until this run has saved.
         if self.runtime.is_main and is_own:
@@ -150,8 +149,11 @@ class Resumer:
             own_step=own_step,
         )
 
-    def _set_own_aside(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
-        """Call `act` on rank 0 if `storage` belongs to this run. Return its result on every rank. Collective."""
+    def _change_if_own(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
+        """Call `act` on rank 0, unless `storage` is of another run, which must not change.
+
+        Return its result, or None, on every rank. Collective.
+        """
         own = storage == self.storage
         problem = f"the checkpoints in {self.storage.root} cannot be set aside"
         return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act if own else lambda: None, problem)

@@ -79,14 +79,13 @@ def wait_for_newest_valid(
 
     The reader waits as long. Collective.
     """
-    reader = retry(partial(newest_valid, storage, VerifyingRanks.of(runtime), only), runtime, timeout_s)
-    if reader is not None:
-        reader.timeout_s = timeout_s
-
-    return reader
+    ranks = VerifyingRanks.of(runtime)
+    return retry(partial(newest_valid, storage, ranks, only, reader_timeout_s=timeout_s), runtime, timeout_s)
 
 
-def newest_valid(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | None = None) -> CheckpointReader | None:
+def newest_valid(
+    storage: CheckpointStorage, ranks: VerifyingRanks, only: str | None = None, reader_timeout_s: float | None = None
+) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
@@ -106,7 +105,8 @@ def newest_valid(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | 
         manifest, problems = _verify_together(checkpoint, ranks)
         if manifest is not None and not problems:
             newer = names[: names.index(checkpoint.name)]
-            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], ranks.beat)
+            skipped = [damaged[name] for name in newer]
+            return CheckpointReader(checkpoint, manifest, skipped, ranks.beat, reader_timeout_s)
 
         # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
         exists = run_on_all_ranks(ranks.gather, checkpoint.exists, _cannot_list(storage))
