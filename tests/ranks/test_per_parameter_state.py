@@ -91,7 +91,7 @@ def averaged(
         except Preempted:
             pass
         assert builder.run is not None
-        estimate, _ = builder.run.checkpoints.state.bytes_at_start()
+        estimate = builder.run.checkpoints.state.bytes_without_optimizers(runtime)
         means = {name: full_tensor(mean) for name, mean in swa.parameter_tensors.items()}
         by_hand = {name: mean_of([weights[step][name] for step in sorted(weights)]) for name in means}
         return Averaged(swa.count, means, by_hand, estimate)

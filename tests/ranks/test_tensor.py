@@ -343,7 +343,9 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
     storage = CheckpointStorage(tmp_path)
     claim(storage, "token")
     team = [Saver(SaveContext(storage, rank, 2, "token", CheckpointConfig())) for rank in range(2)]
-    save, _ = [saver.start(1, RankContents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
+    save, _ = [
+        saver.copy_and_write(1, RankContents(shards)) for saver, shards in zip(team, (first, second), strict=True)
+    ]
     save.wait()
     assert isinstance(save.outcome, Committed), save.outcome
     reader = newest_valid(storage, VerifyingRanks.alone())

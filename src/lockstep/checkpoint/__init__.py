@@ -18,9 +18,9 @@ start (`--resume step-N`); later checkpoints of the same run are set aside as `.
 In torch's words (`torch.distributed.checkpoint`), a piece is what a ChunkStorageMetadata describes, and the manifest is
 the Metadata.
 
-`manager` is the interface to a run; it also says when to save. `state` captures and restores the state of a run.
-`saving` writes it, `loading` finds the newest valid checkpoint and loads it, and `init_from` starts a run from other
-weights.
+`manager` is the interface to a run; it also says when to save. `preflight` checks before the first step that a save can
+succeed. `state` captures and restores the state of a run. `saving` writes it, `loading` finds the newest valid
+checkpoint and loads it, and `init_from` starts a run from other weights.
 
 The other modules do not depend on models. `verify` compares bytes with digests, and `reader` reads tensors. `metrics`
 has the results of evaluations, by which `retention` keeps the best. `choose` finds the checkpoint that a path means,

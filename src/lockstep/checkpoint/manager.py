@@ -25,11 +25,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.loading.resume import Resumed, Resumer
 from lockstep.checkpoint.loading.rewind import Rewinder
+from lockstep.checkpoint.preflight import check_room, check_same_names, check_store
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -41,7 +41,6 @@ from lockstep.checkpoint.storage.retry import retry_on_rank0
 from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
-from lockstep.errors import UserError
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
 from lockstep.run_folder.opened import RunFolder
@@ -88,7 +87,7 @@ class CheckpointManager:
         )
         self._saver = Saver(self._context, checkpoint_config.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
-        self._resumer = Resumer(folder, storage, state, self.pending, config, runtime, log_event, fixed_settings)
+        self._resumer = Resumer(folder, storage, state, config, runtime, log_event, fixed_settings)
         self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, log_event)
 
         # When a checkpoint was last saved or loaded; before that, when the run began.
@@ -104,23 +103,24 @@ class CheckpointManager:
         written for `checkpoint.timeout` seconds.
         """
         # Check this before anything is changed, and not at the first save, which may come hours later.
-        self.state.check_same_names(self.runtime)
+        check_same_names(self.state.registered, self.runtime)
 
         problem = f"the checkpoints in {self.storage.root} cannot be claimed"
         retry_on_rank0(self.runtime, self.config.checkpoint.timeout, self._claim, problem)
 
         # Any run may save on request, so this is checked in all of them.
-        self._check_store()
+        check_store(self.storage, self.runtime, self.config.checkpoint.timeout)
 
         # A run that may never save does not need the room.
         if self._saves_by_settings():
-            self._check_room()
+            check_room(self.storage, self.state, self.runtime, self.config.checkpoint.timeout, self.log_event)
 
         reader = self._resumer.find(self.folder.start_from)
         if reader is None:
             return None
 
         resumed = self._resumer.load(reader)
+        self.pending.note_loaded(resumed.own_step)
         self._last_time = time.monotonic()
         return resumed
 
@@ -128,56 +128,6 @@ class CheckpointManager:
         """Return whether the settings ask for checkpoints. The user's code and signals may ask for more."""
         config = self.config.checkpoint
         return bool(config.every or config.minutes or config.at_end or config.best or self.rewinder.policy)
-
-    def _check_store(self) -> None:
-        """Raise an error if the store for tensors cannot keep anything: every save would fail. Collective."""
-        url = self.storage.url
-        if not url:
-            return
-
-        problem = f"the checkpoints of this run cannot be kept in {url}"
-        missing = retry_on_rank0(self.runtime, self.config.checkpoint.timeout, self._try_store, problem)
-        if missing:
-            fix = "set checkpoint.store to a store that exists, or leave it out: checkpoints are then in run_dir"
-            raise UserError(problem, missing, fix)
-
-    def _try_store(self) -> str | None:
-        """Try the store on rank 0. Return an error that retrying cannot fix, as text, or None. Raise other OSErrors."""
-        try:
-            self.storage.try_store()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            return str(error)
-
-        return None
-
-    def _check_room(self) -> None:
-        """Raise an error if there is no room for the weights, and warn if two checkpoints do not fit. Collective."""
-        # The optimizers allocate their state later, so its size is an estimate.
-        sizes = self.state.bytes_at_start()
-
-        # All ranks use rank 0's numbers, so that either all of them raise or none does.
-        problem = f"the free space in {self.storage.location} cannot be determined"
-        free, known, estimate = retry_on_rank0(
-            self.runtime, self.config.checkpoint.timeout, lambda: [self.storage.free_bytes(), *sizes], problem
-        )
-        if free is None:
-            return
-
-        if free < known:
-            raise UserError(
-                f"there is no room for a checkpoint in {self.storage.location}: {size_text(free)} free",
-                f"{size_text(known)} needed for the weights alone",
-                f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
-            )
-
-        # The old checkpoint is deleted only when the new one is committed.
-        needed = 2 * (known + estimate)
-        if free < needed:
-            self.log_event(
-                "warning",
-                reason=f"the disk has {size_text(free)} free, but replacing a checkpoint by the next one needs room "
-                f"for two, about {size_text(needed)}",
-            )
 
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
@@ -252,8 +202,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
-        captured = self.state.capture(tensors_only=True)
-        self._saver.prepare(self.state.shards_of(captured.tensors, self.runtime))
+        self._saver.reserve(self.state.shards_of(self.state.capture_tensors(), self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `step` steps, and write it in the background while training continues. Collective.
@@ -264,7 +213,7 @@ class CheckpointManager:
         self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", step):
             contents = self.state.contents_of_rank(self.runtime, self.log_event, self._run_values(plan))
-            save = self.pending.start(step, contents, metrics)
+            save = self.pending.copy_and_write(step, contents, metrics)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)

@@ -103,6 +103,10 @@ class Damaged(InvalidCheckpoint):
     predicate = "is damaged"
 
 
+class Missing(Damaged):
+    """A file is not there. If any rank sees it, it is only late: on NFS a folder may look as it did a minute ago."""
+
+
 class Unreadable(InvalidCheckpoint):
     """A file cannot be read now, but it may be intact: permission is denied, for example, or a file server is down."""
 

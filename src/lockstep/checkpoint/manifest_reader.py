@@ -30,6 +30,7 @@ from lockstep.checkpoint.manifest import (
     File,
     Forbidden,
     Manifest,
+    Missing,
     Piece,
     TensorEntry,
     Unreadable,
@@ -60,11 +61,11 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 
 @contextmanager
 def as_invalid(checkpoint: Checkpoint, file: str) -> Iterator[None]:
-    """Turn an OSError in this block, which reads `file`, into Damaged, Unreadable or Forbidden."""
+    """Turn an OSError in this block, which reads `file`, into Missing, Damaged, Unreadable or Forbidden."""
     try:
         yield
     except FileNotFoundError:
-        raise Damaged(checkpoint, file, "missing") from None
+        raise Missing(checkpoint, file, "missing") from None
     except OSError as error:
         # EINVAL: not a regular file. After any other error, the bytes may still be intact.
         kind = {errno.EINVAL: Damaged, errno.EACCES: Forbidden}.get(error.errno or 0, Unreadable)

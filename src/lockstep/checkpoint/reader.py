@@ -16,6 +16,7 @@ from lockstep.checkpoint.manifest import (
     Damaged,
     Forbidden,
     Manifest,
+    Missing,
     Piece,
     TensorEntry,
     Unreadable,
@@ -47,15 +48,17 @@ class CheckpointReader:
         manifest: Manifest,
         skipped: Sequence[Damaged] = (),
         beat: Callable[[], None] = lambda: None,
+        timeout_s: float | None = None,
     ):
-        """`beat` is called after each chunk that is read, and while the reader waits (`timeout_s`)."""
+        """`timeout_s`: how long to wait for a file that cannot be read now, before a UserError; None: do not wait.
+
+        `beat` is called after each chunk that is read, and while the reader waits.
+        """
         self.checkpoint = checkpoint
         self.manifest = manifest
         self.skipped = list(skipped)  # one entry for each newer checkpoint, all of which are damaged
 
-        # How many seconds it waits for a file that cannot be read now. A run sets this, and gets a UserError after it.
-        self.timeout_s: float | None = None
-
+        self._timeout_s = timeout_s
         self._beat = beat
         self._bytes_read = 0
         self._headers: dict[str, Header] = {}  # by file: each is read only once
@@ -193,11 +196,14 @@ class CheckpointReader:
                 raise
 
     def _until_readable(self, act: Callable[[], Answer]) -> Answer:
-        """Call `act` until it does not raise Unreadable, for `timeout_s` seconds in which nothing was read.
+        """Call `act` until it raises neither Unreadable nor Missing, for `timeout_s` seconds in which nothing was read.
+
+        A file that is missing was there when it was verified, on this machine or another. So it is waited for, unless
+        the checkpoint is gone.
 
         Each rank waits on its own, because ranks read different files. `storage.retry` is for ranks that act together.
         """
-        if self.timeout_s is None:
+        if self._timeout_s is None:
             return act()
 
         printed = False
@@ -208,22 +214,32 @@ class CheckpointReader:
         while True:
             try:
                 return act()
-            except Unreadable as problem:
+            except (Unreadable, Missing) as problem:
                 if self._bytes_read != bytes_read:
                     bytes_read, began, pause = self._bytes_read, time.monotonic(), retry.FIRST_PAUSE_S
 
-                left = began + self.timeout_s - time.monotonic()
-                if isinstance(problem, Forbidden) or left <= 0:
+                left = began + self._timeout_s - time.monotonic()
+                if isinstance(problem, Missing):
+                    if left <= 0 or self._is_deleted():
+                        raise
+                elif isinstance(problem, Forbidden) or left <= 0:
                     raise unreadable_error(problem) from None
 
                 if not printed:
-                    text = f"{problem}; trying again for {self.timeout_s:g} s (checkpoint.timeout)"
+                    text = f"{problem}; trying again for {self._timeout_s:g} s (checkpoint.timeout)"
                     print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
                     printed = True
 
             time.sleep(min(pause, left))
             pause = min(2 * pause, retry.MAX_PAUSE_S)
             self._beat()
+
+    def _is_deleted(self) -> bool:
+        """Return whether the folder of the checkpoint is gone. If it cannot be looked up, it may still be there."""
+        try:
+            return not self.checkpoint.exists()
+        except OSError:
+            return False
 
     def _close_all(self, streams: dict[str, io.BufferedIOBase]) -> None:
         # What was read is complete, even if closing fails.

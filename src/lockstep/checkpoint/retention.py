@@ -69,16 +69,16 @@ def best_step(metrics_by_step: Mapping[int, Mapping[str, Any]], config: Checkpoi
 # ---- in a storage ----
 
 
-def apply_retention(known: CheckpointMetrics, config: CheckpointConfig, token: str) -> None:
+def apply_retention(metrics: CheckpointMetrics, config: CheckpointConfig, token: str) -> None:
     """Delete the checkpoints that `config` does not keep. Raise the errors of `CheckpointMetrics.by_step`."""
     # Metrics are read only if the best checkpoint is kept.
     if config.best:
-        metrics_by_step = known.by_step()
+        metrics_by_step = metrics.by_step()
     else:
-        metrics_by_step = {checkpoint.step: {} for checkpoint in list_checkpoints(known.storage)}
+        metrics_by_step = {checkpoint.step: {} for checkpoint in list_checkpoints(metrics.storage)}
 
     for step in steps_to_delete(metrics_by_step, config):
-        delete_checkpoint(known.storage, folder_name(step), token)
+        delete_checkpoint(metrics.storage, folder_name(step), token)
 
 
 class BestCheckpoint(NamedTuple):
@@ -89,7 +89,7 @@ class BestCheckpoint(NamedTuple):
     value: float
 
 
-def best_checkpoint(known: CheckpointMetrics, config: CheckpointConfig) -> BestCheckpoint | None:
+def best_checkpoint(metrics: CheckpointMetrics, config: CheckpointConfig) -> BestCheckpoint | None:
     """Return the committed checkpoint that is best by `config.best`; None if none has a value.
 
     Raise the errors of `CheckpointMetrics.by_step`.
@@ -97,9 +97,9 @@ def best_checkpoint(known: CheckpointMetrics, config: CheckpointConfig) -> BestC
     if config.best is None:
         return None
 
-    metrics_by_step = known.by_step()
+    metrics_by_step = metrics.by_step()
     step = best_step(metrics_by_step, config)
     if step is None:
         return None
 
-    return BestCheckpoint(Checkpoint.of(known.storage, step), config.best, metrics_by_step[step][config.best])
+    return BestCheckpoint(Checkpoint.of(metrics.storage, step), config.best, metrics_by_step[step][config.best])

@@ -6,6 +6,7 @@ no collective here: a rank leaves a report of its call in the store of the proce
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -43,6 +44,9 @@ from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.shards import shard_of
 from lockstep.runtime.world import World
 
+# The pause between two looks at what other ranks have left in the store, in seconds.
+POLL_S = 0.02
+
 
 class CheckpointCalls:
     """The saves and loads of one trainer, and the keys of their reports.
@@ -68,18 +72,20 @@ class CheckpointCalls:
         self.loads.clear()
         self.saves.clear()
 
-    def next_load(self) -> str:
+    def count_load(self) -> str:
+        """Count one more load, and return its key."""
         self._load_calls += 1
         return f"lockstep/load/{self._trainer}/{self._steps}/{self._load_calls}"
 
-    def next_save(self, writer: int) -> str:
+    def save_key(self, writer: int) -> str:
+        """Return the key of the next save of this writer that this rank has not counted yet."""
         return f"lockstep/save/{self._trainer}/{self._steps}/{writer}/{self.saves[writer]}"
 
     @property
     def store(self) -> dist.Store:
         return dist.distributed_c10d._get_default_store()
 
-    def of_all_ranks(self, key: str) -> list[str]:
+    def keys_of_all_ranks(self, key: str) -> list[str]:
         return [f"{key}/{rank}" for rank in range(self.world.size)]
 
     def leave(self, key: str, **report: Any) -> None:
@@ -138,13 +144,13 @@ def save_state(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
 def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
     """Write a checkpoint, and leave the report for the other ranks: whatever goes wrong, they raise it too."""
     rank = calls.world.rank
-    key = calls.next_save(rank)
+    key = calls.save_key(rank)
     calls.saves[rank] += 1
     interrupted = _not_written(folder, "it was interrupted")
 
     # The other ranks wait for this report. If nothing else is reported, it says that the save was interrupted.
     with calls.reporting(key, interrupted, folder=str(folder.resolve())) as report:
-        _wait_for_readers(calls, key, folder, limit)
+        _wait_for_late_loads(calls, key, folder, limit)
         report["token"] = secrets.token_hex(4)
 
         try:
@@ -187,7 +193,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
     saver = Saver(context, asynchronous=False)
     values = {"state": captured.json_state, "world": world_size}
-    save = saver.start(step, RankContents(shards, ManifestValues(captured.aliases, values)))
+    save = saver.copy_and_write(step, RankContents(shards, ManifestValues(captured.aliases, values)))
     saver.close()
     if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)
@@ -199,26 +205,30 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     return save.outcome.checkpoint.name
 
 
-def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: timedelta) -> None:
-    """Wait until no rank can still be reading a checkpoint in this folder: the save may replace it."""
-    # A rank that waits for this save does not load, even if it has left out a load.
-    saving = calls.of_all_ranks(f"{save}/waits")
+def _wait_for_late_loads(calls: CheckpointCalls, save: str, folder: Path, limit: timedelta) -> None:
+    """Wait until all ranks have loaded what this one has loaded from this folder: the save may replace or delete it.
+
+    `load_state` may have returned here before another rank has begun to load.
+    """
+    if calls.world.alone:
+        return
+
     target = CheckpointStorage.of_run(folder)
+    loads = [load for load, source in calls.loads if source == target]
     deadline = time.monotonic() + limit.total_seconds()
 
-    for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
-        # By rank: the sign that it has loaded, and the sign that it waits for this save.
-        signs = list(zip(calls.of_all_ranks(f"{load}/read"), saving, strict=True))
-        while late := [rank for rank, keys in enumerate(signs) if not any(calls.store.check([key]) for key in keys)]:
+    for load, rank in itertools.product(loads, range(calls.world.size)):
+        # A rank that waits for this save has left the load out.
+        while not (calls.store.check([f"{load}/read/{rank}"]) or calls.store.check([f"{save}/waits/{rank}"])):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"save_checkpoint({str(folder)!r}) waited for rank {late[0]}, which has not loaded from there",
-                    f"rank {calls.world.rank} loaded a checkpoint of this folder; nothing from rank {late[0]} "
+                    f"save_checkpoint({str(folder)!r}) waited for rank {rank}, which has not loaded from there",
+                    f"rank {calls.world.rank} loaded a checkpoint of this folder; nothing from rank {rank} "
                     f"within {limit}",
                     "call load_checkpoint on every rank, in the same order",
                 )
 
-            time.sleep(0.02)
+            time.sleep(POLL_S)
 
 
 def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: timedelta) -> dict[str, Any]:
@@ -228,8 +238,8 @@ def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: tim
 
     # The writer may save to other folders first: their reports are passed over.
     while True:
-        key = calls.next_save(writer)
-        # The writer waits for ranks that may still load. This one does not: it waits for the save.
+        key = calls.save_key(writer)
+        # In `_wait_for_late_loads` the writer need not wait for this rank, which waits for the save.
         calls.leave(f"{key}/waits/{calls.world.rank}")
         rest = timedelta(seconds=max(0.01, deadline - time.monotonic()))
 
@@ -276,7 +286,7 @@ def load_state(
     save to this folder waits for it.
     """
     world = calls.world
-    key = calls.next_load()
+    key = calls.count_load()
     calls.leave(f"{key}/called/{world.rank}")
 
     with calls.reporting(f"{key}/read/{world.rank}", _interrupted(path, world.rank)):
@@ -288,7 +298,7 @@ def load_state(
         state.restore(reader, reader.manifest.values)
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
-    if not world.alone and wait_for(calls.store, calls.of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
+    if not world.alone and wait_for(calls.store, calls.keys_of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
         _wait_for_all(calls, key, path, limit)
 
     return stepper.counters.steps_done
@@ -300,7 +310,7 @@ def _interrupted(path: Path, rank: int) -> list[str]:
 
 def _wait_for_all(calls: CheckpointCalls, key: str, path: Path, limit: timedelta) -> None:
     """Return when all ranks have read the checkpoint. Raise the error of the first that could not."""
-    reports = calls.of_all_ranks(f"{key}/read")
+    reports = calls.keys_of_all_ranks(f"{key}/read")
     if not wait_for(calls.store, reports, limit):
         [late, *_] = [rank for rank, report in enumerate(reports) if not calls.store.check([report])]
         raise UserError(

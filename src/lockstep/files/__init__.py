@@ -7,29 +7,34 @@ not at all, only regular files are read, and a file that cannot be read may coun
 from __future__ import annotations
 
 import errno
+import glob
 import io
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # The largest file, in bytes, that is read as a whole. Logs and metrics of long runs stay far below it.
 LARGEST = 2**30
 
+# How old a temporary file must be, in seconds, before it counts as left by a process that was killed. A process that
+# still writes to it changes its time again and again.
+LEFTOVER_S = 60.0
+
 
 @contextmanager
-def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, then rename it to `path`, so that no process reads half a file.
 
-    After an error the temporary file is removed.
+    After an error the temporary file is removed. Several writers may replace the same file at once: each writes a
+    temporary file of its own, and the last rename counts.
     """
-    # Processes that may write the same file at once need different suffixes.
-    temporary = path.with_name(f".{path.name}.{suffix}")
+    # Not the number of the process, which its threads share, and which a process of another machine may have as well.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # A process that was killed may have left such a file, or it is a link, which must not be written through.
-        temporary.unlink(missing_ok=True)
         yield temporary
         os.replace(temporary, path)
     except BaseException:  # Ctrl-C as well: no temporary file may stay behind
@@ -37,10 +42,18 @@ def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
         raise
 
 
+def delete_old_temporaries(path: Path) -> None:
+    """Delete the temporary files of writers of `path` that were killed (`replacing`)."""
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        # Another process may delete it at this moment, or may still write to it.
+        with suppress(OSError):
+            if time.time() - temporary.stat().st_mtime > LEFTOVER_S:
+                temporary.unlink()
+
+
 def write(path: Path, text: str) -> None:
     """Write a text file that appears complete or not at all."""
-    # Several ranks may write at once.
-    with replacing(path, f"{secrets.token_hex(4)}.tmp") as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(text)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from lockstep.errors import UserError
-from lockstep.files import replacing
+from lockstep.files import delete_old_temporaries, replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,10 @@ def write_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str
     """
     from safetensors.torch import save_file
 
-    with replacing(path, str(os.getpid())) as temporary:
+    # Each is as large as the weights.
+    delete_old_temporaries(path)
+
+    with replacing(path) as temporary:
         # safetensors makes a file that only its owner can read; this one has the mode that the user's umask gives.
         temporary.touch()
         mode = stat.S_IMODE(temporary.stat().st_mode)

@@ -67,8 +67,8 @@ class WatchedSaver(Saver):
         super().__init__(context, asynchronous)
         self._running: list[Save] = []
 
-    def start(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
-        save = super().start(step, contents, metrics)
+    def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
+        save = super().copy_and_write(step, contents, metrics)
         self._running.append(save)
         return save
 
@@ -106,7 +106,7 @@ def commit(
     team = savers(storage, size)
     for rank, saver in enumerate(team):
         encoded = pack(dict(values or {"step": step}), "values", {})
-        saver.start(
+        saver.copy_and_write(
             step,
             RankContents(shard(tensors or state(step), rank, size), ManifestValues(aliases or {}, encoded)),
             metrics,

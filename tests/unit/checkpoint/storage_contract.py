@@ -207,7 +207,9 @@ class StorageContract:
         team = savers(storage, 3, settings=CheckpointConfig(keep=2))
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
-                saver.start(step, RankContents(shard(state(step), rank, 3), ManifestValues(values={"step": step})))
+                saver.copy_and_write(
+                    step, RankContents(shard(state(step), rank, 3), ManifestValues(values={"step": step}))
+                )
         assert [report.outcome.checkpoint.step for report in team[0].take_ended()] == [1, 2, 3]
         assert set(storage.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(storage)

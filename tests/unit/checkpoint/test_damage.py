@@ -396,25 +396,63 @@ def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, monkeypatch, fir
 
 
 class StaleListing(CheckpointStorage):
-    """A folder on NFS whose listing is old for the first few looks: it has no checkpoint yet."""
+    """A folder on NFS whose listing is old for the first few looks: it lacks the newest checkpoints, or all of them."""
 
     old_looks = 3
 
+    def __init__(self, root, old):
+        super().__init__(root)
+        self.old = old
+
     def folders(self) -> list[str]:
         self.old_looks -= 1
-        return super().folders() if self.old_looks < 0 else []
+        return super().folders() if self.old_looks < 0 else self.old
 
 
+@pytest.mark.parametrize("old", [[], ["step-00000010"]])
 @pytest.mark.parametrize("stale_rank", [0, 1])
-def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stale_rank):
+def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stale_rank, old):
     monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
 
     def work(rank, gather):
         return newest_valid(
-            StaleListing(root) if rank == stale_rank else CheckpointStorage(root), VerifyingRanks(rank, 2, gather)
+            StaleListing(root, old) if rank == stale_rank else CheckpointStorage(root), VerifyingRanks(rank, 2, gather)
         )
 
     assert [reader.checkpoint.name for reader in together(2, work)] == ["step-00000020"] * 2
+
+
+class LateFile(CheckpointStorage):
+    """A folder on NFS in which this machine does not see one file yet."""
+
+    def __init__(self, root, file):
+        super().__init__(root)
+        self.file = file
+
+    def open(self, key):
+        if key == f"step-00000020/{self.file}":
+            raise FileNotFoundError(key)
+        return super().open(key)
+
+
+@pytest.mark.parametrize("file", [file_name(0), file_name(1), "manifest.json"])
+@pytest.mark.parametrize("late", [(0,), (1,), (0, 1)])
+def test_a_file_that_only_some_ranks_see_is_not_called_damaged(root, file, late):
+    """The checkpoint was set aside, and the run lost its progress. A file that no rank sees is lost."""
+
+    def work(rank, gather):
+        storage = LateFile(root, file) if rank in late else CheckpointStorage(root)
+        return newest_valid(storage, VerifyingRanks(rank, 2, gather))
+
+    verifying = {file_name(0): (0,), file_name(1): (1,), "manifest.json": (0, 1)}[file]
+    for answer in together(2, work):
+        if len(late) == 2:
+            assert answer.checkpoint.name == "step-00000010"
+        elif set(late) & set(verifying):
+            assert isinstance(answer, StorageUnavailable)
+            assert file in answer.found
+        else:
+            assert answer.checkpoint.name == "step-00000020"
 
 
 def test_ranks_that_read_different_manifests_are_told(root, tmp_path):

@@ -46,7 +46,8 @@ for line in open(sys.argv[3]):
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                saver.start(step, RankContents(shard(state(step), rank, 2), ManifestValues(values={"step": step})))
+                values = ManifestValues(values={"step": step})
+                saver.copy_and_write(step, RankContents(shard(state(step), rank, 2), values))
             coordinator, other = (saver.take_ended()[0].outcome for saver in team)
             assert not coordinator.warning
             assert isinstance(other, Written)
@@ -118,7 +119,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "        commit(root, 1)\n"
         "        if (pid := os.fork()) == 0:\n"
         "            faults.fire = lambda at, step: os._exit(9) if at == phase else None\n"
-        "            savers(root, asynchronous=False)[0].start(2, RankContents(shard(state(2), 0, 1)))\n"
+        "            savers(root, asynchronous=False)[0].copy_and_write(2, RankContents(shard(state(2), 0, 1)))\n"
         "            os._exit(0)\n"
         "        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, phase\n"
     )

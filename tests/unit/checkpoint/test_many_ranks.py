@@ -57,7 +57,7 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
         (draft / file.name).write_bytes(data)
         (draft / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
     saver = Saver(SaveContext(storage, 0, ranks, "token", CheckpointConfig()), asynchronous=False)
-    return storage, saver.start(1, RankContents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
+    return storage, saver.copy_and_write(1, RankContents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
 
 
 def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: 
     team = savers(storage, 2, settings=CheckpointConfig(keep=2))
     for step in (1, 2, 3):
         for rank, saver in enumerate(team):
-            saver.start(step, RankContents(shard(state(step), rank, 2)))
+            saver.copy_and_write(step, RankContents(shard(state(step), rank, 2)))
         assert not any(isinstance(save.outcome, SaveFailed) for save in end(team))
 
     # What retention deletes is deleted in the store, too.
@@ -194,7 +194,7 @@ def test_a_store_that_fails_costs_a_checkpoint_and_leaves_nothing(
     [saver] = savers(storage)
     with monkeypatch.context() as patch:
         patch.setattr(RealStore, "open", refuse)
-        saver.start(1, RankContents(shard(state(1), 0, 1)))
+        saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
         [save] = saver.take_ended()
     assert isinstance(save.outcome, SaveFailed)
     assert "NoCredentials: no key" in save.outcome.reason

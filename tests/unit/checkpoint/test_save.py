@@ -121,7 +121,7 @@ def test_names_are_free(storage):
 def test_a_tensor_that_cannot_be_saved_is_named(storage, bad):
     [saver] = savers(storage)
     with pytest.raises(UserError, match=r"'model\.spectrum'"):
-        saver.start(1, RankContents({"model.spectrum": shard_of(bad)}))
+        saver.copy_and_write(1, RankContents({"model.spectrum": shard_of(bad)}))
 
 
 def test_values_come_back_with_what_json_cannot_hold(storage):
@@ -221,7 +221,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     changed = threading.Event()
     monkeypatch.setattr(faults, "fire", lambda phase, step: changed.wait(60) and None)
     tensors, values = state(1), {"list": [1]}
-    saver.start(1, RankContents(shard(tensors, 0, 1), ManifestValues(values=pack(values, "values", {}))))
+    saver.copy_and_write(1, RankContents(shard(tensors, 0, 1), ManifestValues(values=pack(values, "values", {}))))
     for tensor in tensors.values():
         tensor.zero_()
     values["list"].append(2)
@@ -234,24 +234,24 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
 
 def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
     [saver] = savers(storage)
-    saver.prepare(shard(state(0), 0, 1))
+    saver.reserve(shard(state(0), 0, 1))
     size = saver._snapshot.layout.file_size
     buffer = saver._snapshot._buffer.data_ptr()
     for step in (1, 2, 3):
-        saver.start(step, RankContents(shard(state(step), 0, 1)))
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)))
     reports = saver.take_ended()
     assert [report.outcome.checkpoint.step for report in reports] == [1, 2, 3]
     assert saver._last.file_size == size
     assert saver._snapshot._buffer.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
-    saver.start(4, RankContents(shard(more, 0, 1)))  # the layout may change
+    saver.copy_and_write(4, RankContents(shard(more, 0, 1)))  # the layout may change
     assert is_committed(saver.take_ended()[0])
     assert same(load(storage)[1], more)
 
 
 def test_saving_at_once_needs_no_thread(storage):
     [saver] = savers(storage, asynchronous=False)
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [report] = saver.take_ended(0)
     assert is_committed(report)
     assert report.stall_s >= report.write_s > 0
@@ -277,7 +277,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     for rank, saver in enumerate(team):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
-        saver.start(1, RankContents({"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}))
+        saver.copy_and_write(1, RankContents({"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}))
     assert is_committed(team[0].take_ended()[0])
     checkpoint = at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
@@ -339,7 +339,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
     [saver] = savers(storage)
     tensors = {"on gpu": torch.randn(3_000_001, device="cuda"), "on cpu": torch.randn(5)}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    saver.start(1, RankContents({name: shard_of(tensor) for name, tensor in tensors.items()}))
+    saver.copy_and_write(1, RankContents({name: shard_of(tensor) for name, tensor in tensors.items()}))
     for tensor in tensors.values():
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
@@ -353,7 +353,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
 def test_ranks_that_write_the_same_rows_do_not_commit(storage):
     team = savers(storage, 2)
     for saver in team:
-        saver.start(1, RankContents({"x": shard_of(torch.ones(3))}))
+        saver.copy_and_write(1, RankContents({"x": shard_of(torch.ones(3))}))
     reports = end(team)
     assert not is_committed(reports[0])
     assert "do not add up to the full tensor" in reports[0].outcome.reason
@@ -363,17 +363,17 @@ def test_ranks_that_write_the_same_rows_do_not_commit(storage):
 def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeypatch):
     commit(storage, 1)
     [saver] = savers(storage)
-    saver.prepare(shard(state(2), 0, 1))
+    saver.reserve(shard(state(2), 0, 1))
     size = saver._snapshot.layout.file_size
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
-    saver.start(2, RankContents(shard(state(2), 0, 1)))
+    saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     [report] = saver.take_ended(0)
     assert not is_committed(report)
     assert "no space left" in report.outcome.reason
     assert report.outcome.reason.endswith(f"{decimal(10)} too little")
     assert same(load(storage)[1], state(1))
     monkeypatch.undo()
-    saver.start(3, RankContents(shard(state(3), 0, 1)))
+    saver.copy_and_write(3, RankContents(shard(state(3), 0, 1)))
     assert is_committed(saver.take_ended()[0])
 
 
@@ -382,17 +382,17 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
     commit(storage, 1, 2)
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    failing = team[rank].start(2, RankContents(shard(state(2), rank, 2)))
+    failing = team[rank].copy_and_write(2, RankContents(shard(state(2), rank, 2)))
     [report] = team[rank].take_ended()
     assert "no space left" in report.outcome.reason
     monkeypatch.undo()
-    other = team[1 - rank].start(2, RankContents(shard(state(2), 1 - rank, 2)))
+    other = team[1 - rank].copy_and_write(2, RankContents(shard(state(2), 1 - rank, 2)))
     for save in (failing, other):
         save.abort("a disk is full")
     assert not is_committed(end([team[1 - rank]])[0])
     assert folders(storage) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
-        saver.start(2, RankContents(shard(state(2), number, 2)))
+        saver.copy_and_write(2, RankContents(shard(state(2), number, 2)))
     assert is_committed(end(team)[0])
     assert same(load(storage)[1], state(2))
 
@@ -400,10 +400,10 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
 def test_rank_0_learns_of_another_ranks_failure_through_the_storage(storage, monkeypatch):
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    team[1].start(1, RankContents(shard(state(1), 1, 2)))
+    team[1].copy_and_write(1, RankContents(shard(state(1), 1, 2)))
     team[1].take_ended()
     monkeypatch.undo()
-    team[0].start(1, RankContents(shard(state(1), 0, 2)))
+    team[0].copy_and_write(1, RankContents(shard(state(1), 0, 2)))
     [report] = team[0].take_ended(30)
     assert report.outcome.reason.startswith("rank 1: no space left")
     assert report.outcome.caused_elsewhere
@@ -417,7 +417,7 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
         raise FileExistsError(errno.EEXIST, "File exists")
 
     monkeypatch.setattr(CheckpointStorage, "write", write)
-    saver.start(1, RankContents({"x": shard_of(torch.ones(3))}))
+    saver.copy_and_write(1, RankContents({"x": shard_of(torch.ones(3))}))
     [report] = saver.take_ended()
     assert report.outcome.caused_elsewhere
     assert "the uncommitted folder is gone" in report.outcome.reason
@@ -426,11 +426,11 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
 def test_a_file_that_rank_0_does_not_find_is_no_folder_that_is_gone(storage):
     """On a shared file system, a file that another rank has confirmed may be lost."""
     team = savers(storage, 2)
-    team[1].start(1, RankContents(shard(state(1), 1, 2)))
+    team[1].copy_and_write(1, RankContents(shard(state(1), 1, 2)))
     team[1].take_ended()
     [uncommitted] = storage.folders()
     storage.delete(f"{uncommitted}/{file_name(1)}")
-    team[0].start(1, RankContents(shard(state(1), 0, 2)))
+    team[0].copy_and_write(1, RankContents(shard(state(1), 0, 2)))
     [report] = team[0].take_ended()
     assert report.outcome.reason == f"{uncommitted}/{file_name(1)}: missing"
     assert not report.outcome.caused_elsewhere
@@ -456,7 +456,7 @@ def test_an_abort_deletes_no_file_that_rank_0_may_commit(storage, monkeypatch):
 
     monkeypatch.setattr(faults, "fire", before_rename)
     monkeypatch.setattr(Draft, "confirm", then_abort)
-    saves = [saver.start(1, RankContents(shard(state(1), rank, 2))) for rank, saver in enumerate(team)]
+    saves = [saver.copy_and_write(1, RankContents(shard(state(1), rank, 2))) for rank, saver in enumerate(team)]
     saves[1].wait()
     saves[1].abort("the run ended")
     aborted.set()
@@ -475,7 +475,7 @@ def test_an_abort_before_the_confirmation_leaves_nothing(storage, monkeypatch):
         saver._last._abort.request("the run ended")
 
     monkeypatch.setattr(CheckpointStorage, "write", then_abort)
-    saver.start(1, RankContents(shard(state(1), 1, 2)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 1, 2)))
     assert saver.take_ended()[0].outcome == SaveFailed("the run ended")
     assert folders(storage) == set()
 
@@ -490,14 +490,14 @@ def test_a_file_that_vanishes_before_the_commit_costs_this_checkpoint(storage, m
 
     monkeypatch.setattr(faults, "fire", lose)
     for rank, saver in enumerate(team):
-        saver.start(2, RankContents(shard(state(2), rank, 2)))
+        saver.copy_and_write(2, RankContents(shard(state(2), rank, 2)))
     assert end(team)[0].outcome.reason == f"step-00000002.tmp-{TOKEN}-1/{file_name(1)}: missing"
     assert folders(storage) == {"step-00000001"}
 
 
 def test_a_rank_that_has_written_its_file_fails_with_the_others(storage):
     team = savers(storage, 2)
-    team[1].start(1, RankContents(shard(state(1), 1, 2)))
+    team[1].copy_and_write(1, RankContents(shard(state(1), 1, 2)))
     [report] = team[1].take_ended()
     assert report.outcome == Written()
     report.abort("rank 0: no space left")
@@ -510,7 +510,7 @@ def test_one_rank_may_write_almost_everything(storage, monkeypatch):
     shards = [{"large": shard_of(torch.ones(50_000))}, {"a": shard_of(torch.ones(3))}, {"b": shard_of(torch.ones(3))}]
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: 300_000)  # for the 200,000 bytes, but not thrice
     for saver, mine in zip(team, shards, strict=True):
-        saver.start(1, RankContents(mine))
+        saver.copy_and_write(1, RankContents(mine))
     assert is_committed(end(team)[0])
 
 
@@ -521,7 +521,7 @@ def test_a_disk_that_does_not_say_how_much_is_free_costs_a_checkpoint(storage, m
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(type(storage), "free_bytes", stale)
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [report] = saver.take_ended(0)
     assert "Stale file handle" in report.outcome.reason
 
@@ -533,21 +533,21 @@ def test_a_real_disk_that_is_full(tmp_path):
         pytest.skip("mounting a small disk needs root")
     try:
         [saver] = savers(disk / "checkpoints")
-        saver.start(1, RankContents({"x": shard_of(torch.ones(300_000))}))
+        saver.copy_and_write(1, RankContents({"x": shard_of(torch.ones(300_000))}))
         assert is_committed(saver.take_ended()[0])
         (disk / "ballast").write_bytes(bytes(1 << 20))
-        saver.start(2, RankContents({"x": shard_of(torch.ones(300_000))}))
+        saver.copy_and_write(2, RankContents({"x": shard_of(torch.ones(300_000))}))
         [early] = saver.take_ended()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
             patch.setattr(CheckpointStorage, "free_bytes", lambda self: 1 << 40)
-            saver.start(3, RankContents({"x": shard_of(torch.ones(300_000))}))
+            saver.copy_and_write(3, RankContents({"x": shard_of(torch.ones(300_000))}))
             [late] = saver.take_ended()
         for report in (early, late):
             assert not is_committed(report)
             assert "no space left" in report.outcome.reason
         assert folders(CheckpointStorage(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
-        saver.start(4, RankContents({"x": shard_of(torch.full((300_000,), 4.0))}))
+        saver.copy_and_write(4, RankContents({"x": shard_of(torch.full((300_000,), 4.0))}))
         assert is_committed(saver.take_ended()[0])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -560,11 +560,11 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(storage
         raise RuntimeError("injected")
 
     monkeypatch.setattr(faults, "fire", broken)
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert report.outcome == SaveFailed("RuntimeError: injected")
     monkeypatch.undo()
-    saver.start(2, RankContents(shard(state(2), 0, 1)))
+    saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     assert is_committed(saver.take_ended()[0])
 
 
@@ -575,7 +575,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
         raise OSError(errno.EIO, "the disk coughed")
 
     monkeypatch.setattr(committing, "apply_retention", broken)
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert "coughed" in report.outcome.warning
     assert same(load(storage)[1], state(1))
@@ -584,7 +584,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
 def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
     """The checkpoint is there under its name, so it must not be reported as lost."""
     [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1))
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     saver.take_ended()
     sync = folder_module.sync_folder
 
@@ -594,7 +594,7 @@ def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpo
         sync(folder)
 
     monkeypatch.setattr(folder_module, "sync_folder", broken)
-    saver.start(2, RankContents(shard(state(2), 0, 1)))
+    saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     [report] = saver.take_ended()
     assert report.outcome.warning.startswith("complete, but may not survive a power cut, so older ones are kept: ")
     assert "coughed" in report.outcome.warning
@@ -631,7 +631,7 @@ def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path
 
     monkeypatch.setattr(os, "fsync", refuse)
     [saver] = savers(tmp_path)
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert isinstance(report.outcome, Committed)
     assert not report.outcome.warning
@@ -640,11 +640,11 @@ def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path
 
 def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     team = savers(storage, 2)
-    team[1].start(1, RankContents(shard(state(1), 1, 2)))
+    team[1].copy_and_write(1, RankContents(shard(state(1), 1, 2)))
     assert team[1].take_ended()[0].outcome == Written()
     [uncommitted] = storage.folders()
     storage.write(f"{uncommitted}/{file_name(1)}", [memoryview(bytes(100))])
-    team[0].start(1, RankContents(shard(state(1), 0, 2)))
+    team[0].copy_and_write(1, RankContents(shard(state(1), 0, 2)))
     reason = team[0].take_ended()[0].outcome.reason
     assert reason.startswith(f"{uncommitted}/{file_name(1)}: has 100 bytes, but 4,")
     assert folders(storage) == set()
@@ -652,8 +652,8 @@ def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(storage):
 
 def test_a_rank_that_never_writes_is_named(storage):
     team = savers(storage, 3, settings=CheckpointConfig(timeout=0.1))
-    team[2].start(1, RankContents(shard(state(1), 2, 3))).wait()  # before the time of rank 0 begins
-    team[0].start(1, RankContents(shard(state(1), 0, 3)))
+    team[2].copy_and_write(1, RankContents(shard(state(1), 2, 3))).wait()  # before the time of rank 0 begins
+    team[0].copy_and_write(1, RankContents(shard(state(1), 0, 3)))
     [report] = team[0].take_ended()
     assert "rank 1 did not write its file" in report.outcome.reason
     assert not report.outcome.caused_elsewhere
@@ -662,7 +662,7 @@ def test_a_rank_that_never_writes_is_named(storage):
 
 def test_an_aborted_save_ends_at_once_and_leaves_nothing(storage):
     team = savers(storage, 2)
-    save = team[0].start(1, RankContents(shard(state(1), 0, 2)))  # waits for rank 1, which never saves
+    save = team[0].copy_and_write(1, RankContents(shard(state(1), 0, 2)))  # waits for rank 1, which never saves
     save.abort("rank 1: no space left")
     assert save.wait(30)
     assert save.outcome == SaveFailed("rank 1: no space left")
@@ -671,7 +671,7 @@ def test_an_aborted_save_ends_at_once_and_leaves_nothing(storage):
 
 def test_closing_gives_up_what_is_in_flight(storage):
     team = savers(storage, 2)
-    team[0].start(1, RankContents(shard(state(1), 0, 2)))
+    team[0].copy_and_write(1, RankContents(shard(state(1), 0, 2)))
     team[0].close()
     assert "the run ended" in team[0].take_ended(0)[0].outcome.reason
     assert folders(storage) == set()
@@ -690,7 +690,7 @@ def test_closing_does_not_wait_for_a_disk_that_does_not_answer(tmp_path, monkeyp
 
     monkeypatch.setattr(CheckpointStorage, "write", hang)
     [saver] = savers(tmp_path)
-    save = saver.start(1, RankContents(shard(state(1), 0, 1)))
+    save = saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     saver.close()
     assert not answers.is_set()
     assert save.outcome is None
@@ -716,11 +716,11 @@ def test_another_one_of_the_same_step_makes_way(storage):
 def test_an_attempt_that_was_replaced_deletes_nothing(storage, monkeypatch):
     """The other attempt may have gone back to a checkpoint that this one would delete."""
     [saver] = savers(storage, settings=CheckpointConfig(keep=1))
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     assert is_committed(saver.take_ended()[0])
 
     monkeypatch.setattr(faults, "fire", lambda phase, step: claim(storage, "other") if phase == "latest" else None)
-    saver.start(2, RankContents(shard(state(2), 0, 1)))
+    saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     [save] = saver.take_ended()
     assert save.outcome.warning.startswith("safe, but older ones are not deleted: another attempt has taken over")
     assert folders(storage) == {"step-00000001", "step-00000002"}
@@ -736,9 +736,28 @@ def test_a_warning_about_old_checkpoints_outlives_what_fails_after_it(storage, m
             raise RuntimeError("later")
 
     monkeypatch.setattr(faults, "fire", fail)
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [save] = saver.take_ended()
     assert save.outcome.warning.startswith("safe, but older ones are not deleted: another attempt has taken over")
+
+
+def test_a_disk_without_room_for_latest_gets_room_all_the_same(storage, monkeypatch):
+    """The deletion of old checkpoints was left out, so the disk stayed full, and no save could succeed any more."""
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
+    assert is_committed(saver.take_ended()[0])
+    replace = CheckpointStorage.replace
+
+    def full(self, key, data, durable=False):
+        if key == "latest":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(self, key, data, durable)
+
+    monkeypatch.setattr(CheckpointStorage, "replace", full)
+    saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
+    [save] = saver.take_ended()
+    assert save.outcome.warning.startswith("safe, but the file latest does not name it: ")
+    assert folders(storage) == {"step-00000002"}
 
 
 @pytest.mark.parametrize(("phase", "left"), [("write", set()), ("latest", {"step-00000001"})])
@@ -750,7 +769,7 @@ def test_ctrl_c_in_a_save_without_a_thread_ends_the_run(storage, monkeypatch, ph
     monkeypatch.setattr(faults, "fire", interrupt)
     [saver] = savers(storage, asynchronous=False)
     with pytest.raises(KeyboardInterrupt):
-        saver.start(1, RankContents(shard(state(1), 0, 1)))
+        saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     assert folders(storage) == left
 
 
@@ -790,7 +809,7 @@ def test_a_failure_of_any_operation_loses_no_checkpoint_and_leaves_none_over(tmp
 
         with monkeypatch.context() as patch:
             failed = fail_from(patch, operation, first, times)
-            saver.start(5, RankContents(shard(state(6), 0, 1)))
+            saver.copy_and_write(5, RankContents(shard(state(6), 0, 1)))
         [save] = saver.take_ended()
         if not failed:
             break
@@ -827,7 +846,7 @@ def killed_between_two_renames(storage: CheckpointStorage, monkeypatch: pytest.M
         # A process that is killed does not tidy up.
         patch.setattr(type(storage), "delete", lambda self, key: None)
         with pytest.raises(Killed):
-            saver.start(step, RankContents(shard(state(step + 1), 0, 1)))
+            saver.copy_and_write(step, RankContents(shard(state(step + 1), 0, 1)))
 
 
 def start_again(storage: CheckpointStorage, token: str) -> None:
@@ -870,12 +889,12 @@ def test_what_a_commit_replaced_that_may_not_survive_a_power_cut_is_deleted_late
 
     with monkeypatch.context() as patch:
         patch.setattr(folder_module, "sync_folder", broken)
-        saver.start(5, RankContents(shard(state(6), 0, 1))).wait()
+        saver.copy_and_write(5, RankContents(shard(state(6), 0, 1))).wait()
     assert folders(storage) == {"step-00000005", "step-00000005.replaced"}
 
     # The next commit deletes it, or the next start.
     shutil.copytree(tmp_path, tmp_path.with_name("copy"))
-    saver.start(6, RankContents(shard(state(6), 0, 1))).wait()
+    saver.copy_and_write(6, RankContents(shard(state(6), 0, 1))).wait()
     assert folders(storage) == {"step-00000005", "step-00000006"}
     copy = CheckpointStorage(tmp_path.with_name("copy"))
     start_again(copy, "next")
@@ -903,7 +922,7 @@ def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
     [saver] = savers(tmp_path)
     (tmp_path / "owner").unlink()
     os.mkfifo(tmp_path / "owner")
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     assert "not a regular file" in saver.take_ended()[0].outcome.reason
     assert folders(CheckpointStorage(tmp_path)) == set()
 
@@ -911,16 +930,16 @@ def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
 def test_nothing_is_committed_without_a_claim(tmp_path):
     [saver] = savers(tmp_path)
     (tmp_path / "owner").unlink()
-    saver.start(1, RankContents(shard(state(1), 0, 1)))
+    saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     assert "no attempt owns" in saver.take_ended()[0].outcome.reason
 
 
 def test_an_attempt_that_was_replaced_commits_nothing(storage):
     [old] = savers(storage, token="00")
     [new] = savers(storage, token="11")
-    old.start(1, RankContents(shard(state(7), 0, 1)))
+    old.copy_and_write(1, RankContents(shard(state(7), 0, 1)))
     assert "another attempt has taken over" in old.take_ended()[0].outcome.reason
-    new.start(1, RankContents(shard(state(1), 0, 1)))
+    new.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     assert is_committed(new.take_ended()[0])
     assert same(load(storage)[1], state(1))
 
@@ -929,12 +948,12 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
     """Rank 1 of a dead attempt writes the same step as the new attempt, whose own rank 1 is late."""
     late = savers(storage, 2, token="00")[1]
     team = savers(storage, 2, token="11")
-    late.start(1, RankContents(shard(state(7), 1, 2)))
+    late.copy_and_write(1, RankContents(shard(state(7), 1, 2)))
     late.take_ended()
-    team[0].start(1, RankContents(shard(state(1), 0, 2)))
+    team[0].copy_and_write(1, RankContents(shard(state(1), 0, 2)))
     time.sleep(0.05)
     assert team[0].take_ended(0) == []  # it does not take the other attempt's part for its own
-    team[1].start(1, RankContents(shard(state(1), 1, 2)))
+    team[1].copy_and_write(1, RankContents(shard(state(1), 1, 2)))
     assert is_committed(end(team)[0])
     assert same(load(storage)[1], state(1))
     delete_leftovers(storage, "11")
@@ -957,7 +976,7 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monke
     seen = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(storage))))
     for step in (1, 2):
-        saver.start(step, RankContents(shard(state(step), 0, 1)))
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)))
         assert is_committed(saver.take_ended()[0])
     uncommitted = f"step-00000002.tmp-{TOKEN}-2"
     assert seen[-3:] == [
@@ -983,7 +1002,7 @@ def test_what_could_be_deleted_only_in_part_is_deleted_after_the_next_commit(sto
     monkeypatch.setattr(CheckpointStorage, "delete", away)
     left = []
     for step in range(1, 6):
-        saver.start(step, RankContents(shard(state(step), 0, 1)))
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)))
         [save] = saver.take_ended()
         assert is_committed(save)
         assert ("the store is away" in save.outcome.warning) == (2 <= step < 2 + away_for)
@@ -995,8 +1014,8 @@ def test_what_could_be_deleted_only_in_part_is_deleted_after_the_next_commit(sto
 
 def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     team = savers(tmp_path, 2)
-    team[0].start(1, RankContents({"x": shard_of(torch.ones(2))}))
-    team[1].start(1, RankContents({}))
+    team[0].copy_and_write(1, RankContents({"x": shard_of(torch.ones(2))}))
+    team[1].copy_and_write(1, RankContents({}))
     assert is_committed(end(team)[0])
     with safe_open(tmp_path / "step-00000001" / file_name(1), "pt") as file:
         assert list(file.keys()) == []

@@ -53,7 +53,7 @@ def test_a_full_store_costs_a_checkpoint_and_nothing_else(tmp_path):
     storage = CheckpointStorage(tmp_path, "test_storages:FullStore://bucket")
     commit(storage, 1)
     [saver] = savers(storage)
-    saver.start(2, RankContents(shard({"x": torch.ones(10_000)}, 0, 1)))
+    saver.copy_and_write(2, RankContents(shard({"x": torch.ones(10_000)}, 0, 1)))
     [report] = saver.take_ended()
     assert "no space left on the disk of test_storages:FullStore://bucket" in report.outcome.reason
     assert same(load(storage)[1], state(1))
@@ -73,11 +73,11 @@ def test_latest_is_for_people(tmp_path):
 
 def test_a_start_deletes_temporary_files_of_writers_that_were_killed_and_no_others(tmp_path):
     storage = CheckpointStorage(tmp_path)
-    for name in (".latest.123", ".owner.0a1b2c3d.tmp", ".latest.live.tmp", "unrelated"):
+    for name in (".latest.00112233.tmp", ".owner.0a1b2c3d.tmp", ".latest.live.tmp", "unrelated"):
         (tmp_path / name).touch()
 
     hour_ago = time.time() - 3600
-    for name in (".latest.123", ".owner.0a1b2c3d.tmp", "unrelated"):
+    for name in (".latest.00112233.tmp", ".owner.0a1b2c3d.tmp", "unrelated"):
         os.utime(tmp_path / name, (hour_ago, hour_ago))
 
     commit(storage, 1)
@@ -286,7 +286,7 @@ def test_rules_that_make_no_sense_are_refused(wrong):
 def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [
         "step-00000004",
@@ -300,7 +300,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     storage = CheckpointStorage(tmp_path)
     [saver] = savers(tmp_path, settings=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
-        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     saver.take_ended()
     open_file = CheckpointStorage.open
 
@@ -312,7 +312,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointStorage, "open", fail)
         [resumed] = savers(tmp_path, settings=retention)
-        resumed.start(3, RankContents(shard(state(3), 0, 1)), {"loss": 3.0})
+        resumed.copy_and_write(3, RankContents(shard(state(3), 0, 1)), {"loss": 3.0})
         [report] = resumed.take_ended()
         assert "Input/output error" in report.outcome.warning
         oldest = tmp_path / "step-00000001"
@@ -326,14 +326,14 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     assert best.checkpoint.step == 1
     # What the warning says to type works: the older ones are deleted again, and the one that was set aside is not.
     oldest.rename(f"{oldest}.damaged")
-    resumed.start(4, RankContents(shard(state(4), 0, 1)), {"loss": 4.0})
+    resumed.copy_and_write(4, RankContents(shard(state(4), 0, 1)), {"loss": 4.0})
     assert resumed.take_ended()[0].outcome.warning == ""
     assert set(storage.folders()) == {"step-00000001.damaged", "step-00000002", "step-00000004"}
 
 
 def save_with_losses(saver: Saver, losses: dict[int, float]) -> None:
     for step, loss in losses.items():
-        saver.start(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
     assert all(is_committed(save) and not save.outcome.warning for save in saver.take_ended())
 
 

@@ -1,6 +1,7 @@
 """Files and JSON of other processes, whole or not at all."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,13 +57,28 @@ def test_what_is_read_whole_has_a_limit(tmp_path):
         files.read_bytes(tmp_path / "file", most=4)
 
 
-def test_a_temporary_file_is_not_written_through_a_link(tmp_path):
-    (tmp_path / "victim").write_text("precious")
-    (tmp_path / ".record.tmp").symlink_to(tmp_path / "victim")
-    with files.replacing(tmp_path / "record") as temporary:
-        temporary.write_text("new")
-    assert (tmp_path / "victim").read_text() == "precious"
-    assert (tmp_path / "record").read_text() == "new"
+def test_two_writers_of_one_file_do_not_share_a_temporary_file(tmp_path):
+    """They may be two threads of one process, or two processes with one number on two machines."""
+    record = tmp_path / "record"
+    with files.replacing(record) as first:
+        first.write_text("first")
+        with files.replacing(record) as second:
+            second.write_text("second")
+        assert record.read_text() == "second"
+    assert record.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [record]
+
+
+def test_temporary_files_of_writers_that_were_killed_are_deleted(tmp_path):
+    names = [".a[1].0a1b2c3d.tmp", ".a[1].live.tmp", ".a1.0a1b2c3d.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    hour_ago = time.time() - 3600
+    for name in (names[0], names[2]):
+        os.utime(tmp_path / name, (hour_ago, hour_ago))
+
+    files.delete_old_temporaries(tmp_path / "a[1]")
+    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
 
 
 GOOD = {

@@ -130,7 +130,7 @@ class Ways:
 
         # The last checkpoint only, since the other ways delete theirs, too (`forget`).
         saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, CheckpointConfig(keep=1)))
-        saver.prepare(self.mine)
+        saver.reserve(self.mine)
         return saver
 
     def barrier(self) -> None:
@@ -196,7 +196,7 @@ class Ways:
         # Nothing but the update changes the moments, so they can be copied while the next step computes.
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
-        save = self.saver.start(step, RankContents(self.mine, ManifestValues(values={"step": step}), moments))
+        save = self.saver.copy_and_write(step, RankContents(self.mine, ManifestValues(values={"step": step}), moments))
         stall = time.perf_counter() - began
 
         # Forward and backward of the next step; its update waits for the copies.

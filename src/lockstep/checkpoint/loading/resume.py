@@ -14,7 +14,6 @@ from typing import Any
 from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.loading.search import wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.state.run_state import RunState, check_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
@@ -42,7 +41,7 @@ class Resumed:
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     other_changes: list[str]  # since the save, besides `changed_settings`
-    is_own: bool  # whether the run keeps this checkpoint: it belongs to this run and was not set aside
+    own_step: int | None  # `step`; None if the run does not keep this checkpoint: it is another run's, or was set aside
 
     @property
     def changes(self) -> list[str]:
@@ -58,7 +57,6 @@ class Resumer:
         folder: RunFolder,
         storage: CheckpointStorage,
         state: RunState,
-        pending: PendingSave,
         config: RunConfig,
         runtime: Runtime,
         log_event: EventLogger,
@@ -67,7 +65,6 @@ class Resumer:
         self.folder = folder
         self.storage = storage
         self.state = state
-        self.pending = pending
         self.config = config
         self.runtime = runtime
         self.log_event = log_event
@@ -75,13 +72,13 @@ class Resumer:
 
     def find(self, start: StartFrom) -> CheckpointReader | None:
         """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
-        reader = self._find(self.storage) if start.newest else None
+        reader = self._find_in(self.storage) if start.newest else None
         if reader is not None or start.named is None:
             return reader
 
         # --resume names a checkpoint, or a run, whose newest valid checkpoint is used.
         path = Path(start.named)
-        reader = self._find(*checkpoints_at(path))
+        reader = self._find_in(*checkpoints_at(path))
         if reader is None:
             raise UserError(
                 f"--resume {path} cannot be used: that run has no checkpoint",
@@ -91,7 +88,7 @@ class Resumer:
 
         return reader
 
-    def _find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
+    def _find_in(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
         """Find the newest valid checkpoint of a storage, or `only` this one. Collective."""
         self.runtime.heartbeat.beat("load")
         reader = wait_for_newest_valid(storage, self.runtime, self.config.checkpoint.timeout, only)
@@ -106,7 +103,7 @@ class Resumer:
             name = skipped.checkpoint.name
             text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
 
-            kept_as = self._set_own_aside(skipped.checkpoint.storage, partial(set_aside, self.storage, name, "damaged"))
+            kept_as = self._change_if_own(skipped.checkpoint.storage, partial(set_aside, self.storage, name, "damaged"))
             if kept_as:
                 text += f". The damaged checkpoint is kept as {kept_as}"
 
@@ -115,7 +112,7 @@ class Resumer:
     def load(self, reader: CheckpointReader, rewinds: bool = False) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective.
 
-        Record its step, so that later saves know it. `rewinds`: whether this process has trained before.
+        `rewinds`: whether this process has trained before.
         """
         check_values(reader, *RUN_VALUES)
         values = reader.manifest.values
@@ -128,16 +125,15 @@ class Resumer:
 
         # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
+        own_step = step if is_own else None
 
         # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
         # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
-        # it is set aside, too. The storage of another run must not change. All ranks wait here, because none may save
-        # before this is done.
+        # it is set aside, too. All ranks wait here, because none may save before this is done.
         last_kept = step if is_own else step - 1
-        self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
+        self._change_if_own(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
         # After the checkpoint of another run, a later attempt must load that one again, until this run has saved.
-        self.pending.last_committed = step if is_own else None
         if self.runtime.is_main and is_own:
             self.folder.end_going_back()
 
@@ -150,11 +146,14 @@ class Resumer:
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
             other_changes=other_changes,
-            is_own=is_own,
+            own_step=own_step,
         )
 
-    def _set_own_aside(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
-        """Call `act` on rank 0 if `storage` belongs to this run. Return its result on every rank. Collective."""
+    def _change_if_own(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
+        """Call `act` on rank 0, unless `storage` is of another run, which must not change.
+
+        Return its result, or None, on every rank. Collective.
+        """
         own = storage == self.storage
         problem = f"the checkpoints in {self.storage.root} cannot be set aside"
         return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act if own else lambda: None, problem)

@@ -92,6 +92,7 @@ class Rewinder:
         skipped_spans = [*self._source.skipped_spans, span]
 
         resumed = self._resumer.load(reader, rewinds=True)
+        self._pending.note_loaded(resumed.own_step)
         for skipped_span in skipped_spans:
             self._source.skip(skipped_span)
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
+from lockstep.checkpoint.manifest import (
+    Damaged,
+    Forbidden,
+    InvalidCheckpoint,
+    Manifest,
+    Missing,
+    Unreadable,
+    WrongFormat,
+)
 from lockstep.checkpoint.reader import CheckpointReader, unreadable_error
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
@@ -19,6 +27,7 @@ from lockstep.checkpoint.storage.retry import Gather, retry, run_on_all_ranks
 from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
+from lockstep.run_folder.checkpoint_names import step_in
 from lockstep.runtime.context import Runtime
 
 # How many invalid checkpoints in a row are examined before giving up.
@@ -60,6 +69,7 @@ class ReportedProblem(NamedTuple):
     label: str  # of its class
     file: str
     why: str
+    missing: bool = False
 
 
 def wait_for_newest_valid(
@@ -69,21 +79,21 @@ def wait_for_newest_valid(
 
     The reader waits as long. Collective.
     """
-    reader = retry(partial(newest_valid, storage, VerifyingRanks.of(runtime), only), runtime, timeout_s)
-    if reader is not None:
-        reader.timeout_s = timeout_s
-
-    return reader
+    ranks = VerifyingRanks.of(runtime)
+    return retry(partial(newest_valid, storage, ranks, only, reader_timeout_s=timeout_s), runtime, timeout_s)
 
 
-def newest_valid(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | None = None) -> CheckpointReader | None:
+def newest_valid(
+    storage: CheckpointStorage, ranks: VerifyingRanks, only: str | None = None, reader_timeout_s: float | None = None
+) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
     checkpoints are skipped. If a live run deletes the newest meanwhile, the checkpoints are listed again.
 
-    All ranks raise StorageUnavailable if any of them cannot list the checkpoints or read a file, and a UserError if the
-    newest that is not damaged was written by another version of Lockstep.
+    All ranks raise StorageUnavailable if any of them cannot list the checkpoints or read a file, or does not see a file
+    that another rank sees, and a UserError if the newest that is not damaged was written by another version of
+    Lockstep.
     """
     # The newest checkpoint comes first.
     names = _agreed_names(storage, ranks.gather, only)
@@ -95,7 +105,8 @@ def newest_valid(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | 
         manifest, problems = _verify_together(checkpoint, ranks)
         if manifest is not None and not problems:
             newer = names[: names.index(checkpoint.name)]
-            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], ranks.beat)
+            skipped = [damaged[name] for name in newer]
+            return CheckpointReader(checkpoint, manifest, skipped, ranks.beat, reader_timeout_s)
 
         # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
         exists = run_on_all_ranks(ranks.gather, checkpoint.exists, _cannot_list(storage))
@@ -108,7 +119,7 @@ def newest_valid(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | 
             continue
 
         # Only a damaged checkpoint is lost. If this one is not, an older checkpoint would lose progress.
-        problem = _invalid(checkpoint, problems)
+        problem = _invalid(checkpoint, _late_as_unreadable(checkpoint, problems, ranks.gather))
         if not isinstance(problem, Damaged):
             older = names[names.index(checkpoint.name) + 1 :]
             raise _cannot_use(problem, Checkpoint(storage, older[0]) if older else None)
@@ -133,7 +144,9 @@ def newest_valid(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | 
 def _verify_together(checkpoint: Checkpoint, ranks: VerifyingRanks) -> tuple[Manifest | None, list[ReportedProblem]]:
     """Verify this rank's share of the files. Return the manifest, and the problems that any rank has found."""
     manifest, problems = verify_checkpoint(checkpoint, ranks.rank, ranks.world_size, ranks.beat)
-    found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
+    found = [
+        ReportedProblem(problem.label, problem.file, problem.why, isinstance(problem, Missing)) for problem in problems
+    ]
     results = ranks.gather([found, manifest.digest if manifest else None])
 
     # Each problem once, in the same order on every rank.
@@ -146,13 +159,33 @@ def _verify_together(checkpoint: Checkpoint, ranks: VerifyingRanks) -> tuple[Man
     return manifest, found_by_any
 
 
+def _late_as_unreadable(
+    checkpoint: Checkpoint, problems: list[ReportedProblem], gather: Gather
+) -> list[ReportedProblem]:
+    """Return the problems. A missing file that any rank sees is only unreadable now: it is not lost. Collective."""
+    missing = [problem.file for problem in problems if problem.missing]
+    if not missing:
+        return problems
+
+    problem = f"the files of {checkpoint.path} cannot be looked up"
+    seen = run_on_all_ranks(gather, lambda: [file for file in missing if checkpoint.has(file)], problem).by_rank
+    late = {file for files in seen for file in files}
+    why = "some ranks see it, and others do not see it yet"
+    return [
+        ReportedProblem(Unreadable.label, reported.file, why)
+        if reported.missing and reported.file in late
+        else reported
+        for reported in problems
+    ]
+
+
 def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
     """Return the names of the checkpoints that all ranks examine: what rank 0 lists, or `only` this one. Collective.
 
     Raise a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
 
     - it does not see what rank 0 listed,
-    - rank 0 lists no checkpoint, but this rank does, or
+    - it lists a newer checkpoint than rank 0, or
     - it reads a different owner's token.
 
     All ranks raise StorageUnavailable if any of them cannot look.
@@ -187,10 +220,18 @@ def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
 
 
 def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) -> list[Any]:
-    """Return which of rank 0's `names` this rank sees, whether it has `listed` any and rank 0 none, and the owner."""
+    """Return which of rank 0's `names` this rank sees, whether it has `listed` a newer one, and the owner."""
     visible = sorted(set(names) & set(storage.folders()))
-    lists_alone = bool(listed) and not names
-    return [visible, lists_alone, owner_of(storage)]
+
+    # Both lists begin with the newest.
+    lists_newer = listed[:1] != names[:1] and _step_of_first(listed) > _step_of_first(names)
+    return [visible, lists_newer, owner_of(storage)]
+
+
+def _step_of_first(names: list[str]) -> int:
+    """Return the step of the newest checkpoint of a list; -1 if it has none."""
+    step = step_in(names[0]) if names else None
+    return -1 if step is None else step
 
 
 def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:

@@ -163,11 +163,18 @@ def _manifest(
 # ---- after the commit ----
 
 
-def announce(draft: Draft) -> None:
-    """Tell the run and people that the checkpoint is committed."""
+def announce(draft: Draft) -> str:
+    """Tell the run and people that the checkpoint is committed. Return a warning, or an empty text."""
     draft.context.on_commit()
     faults.fire("latest", draft.step)
-    update_latest(draft.storage)
+
+    # Nothing but people reads `latest`. If the disk is full, the deletions that follow make room for it.
+    try:
+        update_latest(draft.storage)
+    except OSError as error:
+        return f"safe, but the file latest does not name it: {error}"
+
+    return ""
 
 
 def delete_old(context: SaveContext) -> str:

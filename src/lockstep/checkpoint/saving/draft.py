@@ -91,11 +91,13 @@ class Draft:
     def delete(self) -> None:
         """Delete what this rank has written; rank 0 deletes the folder. After the commit, this does nothing."""
         rank = self.context.rank
-        keys = [self.confirmation(rank)] if rank else [self.name]
-
-        # Rank 0 may have read the confirmation, and may be about to commit the file: then only rank 0 deletes it.
-        if rank and not self._file_confirmed:
-            keys.append(self.file(rank))
+        if rank == 0:
+            keys = [self.name]
+        elif self._file_confirmed:
+            # Rank 0 may have read the confirmation, and may be about to commit the file: then only rank 0 deletes it.
+            keys = [self.confirmation(rank)]
+        else:
+            keys = [self.confirmation(rank), self.file(rank)]
 
         # The next start deletes files that cannot be deleted now.
         for key in keys:

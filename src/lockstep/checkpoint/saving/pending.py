@@ -65,14 +65,18 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, step: int, contents: RankContents, metrics: Mapping[str, float]) -> Save:
-        """Copy this rank's contents, and begin to write them with the metrics of this step. Call `settle` first."""
+    def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float]) -> Save:
+        """Have a save copy this rank's contents and write them, with the metrics of this step. Call `settle` first."""
         assert self.save is None, f"the save of step {self.save.step} is not settled"
-        self.save = self._saver.start(step, contents, metrics)
+        self.save = self._saver.copy_and_write(step, contents, metrics)
         self._logged = False
         self._late_metrics = None
         self._retry_at = math.inf
         return self.save
+
+    def note_loaded(self, own_step: int | None) -> None:
+        """Take the checkpoint that was just loaded for the last one. None: this run does not keep it."""
+        self.last_committed = own_step
 
     def retry_due(self) -> bool:
         """Return whether to save again because the last save failed. Ask on one rank only: the clocks differ."""

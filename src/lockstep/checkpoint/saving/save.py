@@ -1,10 +1,11 @@
 """The saves of one rank, while training continues: take a snapshot, write the file, confirm it, and on rank 0 commit.
 
-`Saver.start` copies the tensors that the next forward may change, and returns a `Save`, which runs in its own thread.
-Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages have been copied. Each
-save ends with an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A save
-that fails while it is written raises nothing, and does not affect the next one; `pending.py` says how the other ranks
-learn of it. Only `prepare` and `start` raise: if a checkpoint cannot hold a tensor, or if a copy fails.
+`Saver.copy_and_write` copies the tensors that the next forward may change, and returns a `Save`, which writes the copy
+in a thread of its own. Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages
+have been copied. Each save ends with an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or
+`SaveFailed`. A save that fails while it is written raises nothing, and does not affect the next one; `pending.py` says
+how the other ranks learn of it. Only `reserve` and `copy_and_write` raise: if a checkpoint cannot hold a tensor, or if
+a copy fails.
 
 `draft.py` has the folder to which all ranks write, `commit.py` what follows on rank 0.
 """
@@ -39,9 +40,9 @@ ABORT_S = 1.0
 
 
 class Saver:
-    """Starts the saves of one rank.
+    """Has the buffer of one rank, and lets one save after another write it.
 
-    All ranks call `start` for the same steps. There is one buffer, so a save waits until the previous one has ended.
+    All ranks call `copy_and_write` for the same steps. A save waits until the previous one has ended with the buffer.
     """
 
     def __init__(self, context: SaveContext, asynchronous: bool = True):
@@ -52,13 +53,13 @@ class Saver:
         self._last: Save | None = None  # it uses the buffer until it has ended
         self._saves = 0  # numbers the drafts: the same step may be saved again after a failure
 
-    def prepare(self, shards: Mapping[str, LocalShard]) -> None:
+    def reserve(self, shards: Mapping[str, LocalShard]) -> None:
         """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
         self._wait_for_last()
         self._snapshot.reserve(shards)
 
-    def start(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
-        """Copy the contents, except the tensors to be copied later, and start writing them.
+    def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
+        """Copy the contents, and write the copy in a thread, or at once. Some tensors may be copied in that thread.
 
         `metrics`: the results of an evaluation of this step; {} if there was none.
         """
@@ -71,7 +72,8 @@ class Saver:
 
         # Only this rank's own file counts: other ranks may have other disks, and may write much less or much more.
         if save.check_room():
-            save.start(self._snapshot, contents, self._asynchronous)
+            copied = self._snapshot.take(contents.shards, contents.copy_later if self._asynchronous else ())
+            save.write(copied, contents.manifest_values, self._asynchronous)
 
         save.stall_s = time.perf_counter() - began
         return save
@@ -91,9 +93,9 @@ class Saver:
 class Save:
     """One save on one rank, in these states:
 
-        copying         `start` copies the model; the rest is copied while training continues, until `wait_for_copy`
+        copying         the thread completes the copy while training continues, until `wait_for_copy` returns
            |
-        writing         the thread writes this rank's file and confirms it, until `wait_for_file` returns
+        writing         it writes this rank's file and confirms it, until `wait_for_file` returns
            |
         confirmed       rank 0 waits for the other ranks, and commits; `outcome` is `Written` on the other ranks
            |
@@ -131,7 +133,7 @@ class Save:
         self._thread: threading.Thread | None = None
 
         # What is copied while training continues, until `wait_for_copy`; None: nothing is left to wait for.
-        self._rest: BackgroundCopy | None = None
+        self._background_copy: BackgroundCopy | None = None
 
         self.stall_s = 0.0  # how long training waited for the save
         self.write_s = 0.0  # until this rank's file is durable; on rank 0, until the commit
@@ -139,13 +141,12 @@ class Save:
 
     # ---- what the training thread calls ----
 
-    def start(self, snapshot: Snapshot, contents: RankContents, asynchronous: bool) -> None:
-        """Copy the contents to the snapshot, and write them in a thread, or at once."""
-        copied = snapshot.take(contents.shards, contents.copy_later if asynchronous else ())
-        self._rest = copied.rest
+    def write(self, copied: Copied, manifest_values: ManifestValues, asynchronous: bool) -> None:
+        """Write the copy in a thread, or at once."""
+        self._background_copy = copied.background_copy
 
         # The thread gets the copy, and not the shards, which training changes meanwhile.
-        run = partial(self._run, copied, contents.manifest_values)
+        run = partial(self._run, copied, manifest_values)
         if asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
             self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -167,10 +168,10 @@ class Save:
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
-        if self._rest is not None:
+        if self._background_copy is not None:
             began = time.perf_counter()
-            self._rest.wait()
-            self._rest = None
+            self._background_copy.wait()
+            self._background_copy = None
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
@@ -194,7 +195,7 @@ class Save:
         self._began = time.perf_counter()
         try:
             # The copy of the optimizers' state may still be under way.
-            copied.rest.run()
+            copied.background_copy.run()
             self._write_file(copied)
 
             self.write_s = time.perf_counter() - self._began
@@ -241,21 +242,24 @@ class Save:
             yield chunk
 
     def _tidy_up(self, outcome: Committed) -> Committed:
-        """Do what follows a commit, and return the outcome with a warning if that fails: the checkpoint is safe."""
-        warning = outcome.warning
+        """Do what follows a commit. Return the outcome with a warning of what has failed: the checkpoint is safe."""
+        warnings = [outcome.warning]
         try:
-            announce(self.draft)
+            warnings.append(announce(self.draft))
 
             # `write_s` does not include deleting old checkpoints.
             self.write_s = time.perf_counter() - self._began
-            warning = warning or delete_old(self.context)
+
+            # A commit that may not survive a power cut would leave none.
+            if not outcome.warning:
+                warnings.append(delete_old(self.context))
 
             file = f"{folder_name(self.step)}/{file_name(0)}"
             faults.damage_committed(self.context.storage, file, self.step)
         except Exception as error:  # an exception would be lost with the thread
-            warning = warning or f"safe, but tidying up after it failed: {_as_text(error)}"
+            warnings.append(f"safe, but tidying up after it failed: {_as_text(error)}")
 
-        return replace(outcome, warning=warning)
+        return replace(outcome, warning="; ".join(filter(None, warnings)))
 
     # ---- a save that fails ----
 

@@ -68,7 +68,7 @@ class Snapshot:
     def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> Copied:
         """Copy `shards`, for which `reserve` has made room, except the tensors named in `copy_later`.
 
-        `Copied.rest` copies these tensors later. They must not change before its `wait` returns.
+        `Copied.background_copy` copies these tensors later. They must not change before its `wait` returns.
         """
         now: Pairs = []
         later: Pairs = []
@@ -86,12 +86,12 @@ class Copied:
     """What one save writes: a copy of this rank's shards, which training does not change."""
 
     layout: FileLayout  # of the file
-    data: memoryview  # the data section of the file, once `rest` has run
-    rest: BackgroundCopy
+    data: memoryview  # the data section of the file; complete once `background_copy` has run
+    background_copy: BackgroundCopy
 
 
 class BackgroundCopy:
-    """Copies the rest of a snapshot during the next forward and backward, which do not change its tensors.
+    """Copies what a snapshot has left for later, during the next forward and backward, which do not change it.
 
     Tensors on a GPU are copied in a separate stream, for which the host does not wait. Tensors on the CPU are copied by
     the thread that writes the file.

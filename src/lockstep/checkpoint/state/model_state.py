@@ -69,12 +69,6 @@ class ModelState:
         """Return the digests of frozen parameters that are not saved. Collective if they are sharded."""
         return self._frozen.current()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that are saved, under the model's names; tied ones only once."""
-        state = self._saved_state()
-        aliases = aliases_in(state)
-        return {name: tensor for name, tensor in state.items() if not is_extra(name) and name not in aliases}
-
     def _saved_state(self) -> dict[str, Any]:
         """Return the model's state dict, without the parameters of which only digests are saved."""
         return {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}

@@ -37,7 +37,7 @@ from lockstep.checkpoint.state.stateful import (
     restore_parameter_tensors,
 )
 from lockstep.config.changes import Change
-from lockstep.errors import UserError, listed_ranks
+from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.shards import LocalShard
@@ -137,19 +137,6 @@ class RunState:
         all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.all_gather_json(sizes)
         return shards_to_write(tensors, runtime.world.rank, all_sizes, self._holders.duplicates)
 
-    def check_same_names(self, runtime: Runtime) -> None:
-        """Raise a UserError unless all ranks have registered objects of the same names. Collective."""
-        names = [set(rank_names) for rank_names in runtime.collectives.all_gather_json(sorted(self.registered))]
-        everywhere = set.intersection(*names)
-        for rank, rank_names in enumerate(names):
-            for name in sorted(rank_names - everywhere):
-                lacking = listed_ranks([other for other in range(len(names)) if name not in names[other]])
-                raise UserError(
-                    f"{name!r} is saved with the run by rank {rank}, but not by {lacking}",
-                    "a checkpoint has one state for all ranks",
-                    "register it on every rank, with run.register or as a callback",
-                )
-
     def _warn_of_differences(self, captured: CapturedState, runtime: Runtime, log_event: EventLogger) -> None:
         """Warn if the state of an object differs between ranks, because only rank 0's is saved."""
         replicated = [name for name, stateful in self.registered.items() if not optional_members(stateful).read_shard]
@@ -158,59 +145,77 @@ class RunState:
             if len({by_name[name] for by_name in digests}) > 1:
                 log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def capture(self, tensors_only: bool = False) -> CapturedState:
+    def capture(self) -> CapturedState:
         """Return the state of the run, without the state of the loop.
 
-        `tensors_only`: leave out what is not needed to find the tensors: digests, which take time, and the state of the
-        stepper, which is not known while the outcome of a step is pending.
-        Collective if the `state_dict` of the data source is, and unless `tensors_only` also under fsdp with
-        checkpoint.frozen=false: digests of frozen parameters need the full tensors.
+        Collective if the `state_dict` of the data source is, and under fsdp with checkpoint.frozen=false: digests of
+        frozen parameters need the full tensors.
         """
+        captured = self._capture_all_tensors()
+        json_state = captured.json_state
+
+        # The keys are part of the file format (see CONTRIBUTING).
+        json_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
+        json_state["upcoming"] = digest_of_upcoming(self.source)
+
+        # Between two steps, the state of the stepper is a few counters, without tensors.
+        stepper_tensors: dict[str, Tensor] = {}
+        json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+        assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
+        return captured
+
+    def capture_tensors(self) -> dict[str, CapturedTensor]:
+        """Return the tensors that a save at this moment would write.
+
+        The outcome of a step may still be pending, and no digest is computed. Collective if the `state_dict` of the
+        data source is.
+        """
+        return self._capture_all_tensors().tensors
+
+    def _capture_all_tensors(self) -> CapturedState:
+        """Return the state of all objects that may have tensors; `capture` adds the rest to the JSON state."""
         tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
         optimizers = self._optimizer_states.capture(tensors)
-        for name, stateful in self.registered.per_parameter.items():
-            tensors.update(capture_parameter_tensors(name, stateful))
-
-        stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
-        states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
-        encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
+        states, stateful = self._capture_stateful(tensors, {"data": self.source, **self.registered})
 
         # The keys are part of the file format (see CONTRIBUTING).
         json_state: JsonDict = {
             "model": model,
             "optimizers": optimizers,
-            "stateful": encoded,
+            "stateful": stateful,
             "required": sorted(name for name in self.registered.required if states[name]),
         }
-        if not tensors_only:
-            json_state["model"] = {**model, "frozen_digests": self._model_state.frozen_digests()}
-            json_state["upcoming"] = digest_of_upcoming(self.source)
-
-            # Between two steps, the state of the stepper is a few counters, without tensors.
-            stepper_tensors: dict[str, Tensor] = {}
-            json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
-            assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
-
         return CapturedState(tensors, aliases, json_state, states)
 
-    def bytes_at_start(self) -> tuple[int, int]:
-        """Return the bytes of model and stateful objects, and an estimate for the optimizers, which allocate later."""
-        sizes = [tensor.nbytes for tensor in self._model_state.tensors().values()]
-        tensors: dict[str, CapturedTensor] = {}
+    def _capture_stateful(
+        self, tensors: dict[str, CapturedTensor], objects: Mapping[str, Stateful]
+    ) -> tuple[dict[str, Any], JsonDict]:
+        """Add the tensors of stateful objects to `tensors`. Return their states, and the states as JSON."""
         for name, stateful in self.registered.per_parameter.items():
             tensors.update(capture_parameter_tensors(name, stateful))
 
-        for name, stateful in self.registered.items():
-            pack_into(tensors, stateful.state_dict(), f"stateful.{name}")
+        states = {name: stateful.state_dict() for name, stateful in objects.items()}
+        return states, {
+            name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()
+        }
 
-        sizes += [captured.tensor.nbytes for captured in tensors.values()]
+    # ---- the size of a checkpoint, before the first step ----
 
-        # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
-        if self.optimizers.masters:
-            sizes += [master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors()]
+    def bytes_without_optimizers(self, runtime: Runtime) -> int:
+        """Return the bytes of the tensors that all ranks would write now, without those of the optimizers. Collective.
 
-        return sum(sizes), self._optimizer_states.estimated_bytes()
+        The data source is not asked: it has not begun.
+        """
+        tensors: dict[str, CapturedTensor] = {}
+        self._model_state.capture(tensors)
+        self._capture_stateful(tensors, self.registered)
+        here = sum(shard.local.nbytes for shard in self.shards_of(tensors, runtime).values())
+        return sum(runtime.collectives.all_gather_json(here))
+
+    def estimated_optimizer_bytes(self) -> int:
+        """Return an estimate of the bytes of the optimizers' state, which is allocated in the first step."""
+        return self._optimizer_states.estimated_bytes()
 
     # ---- restoring ----
 

@@ -38,6 +38,15 @@ class Checkpoint:
         """Return whether this folder is there. A run deletes its checkpoints while others read them."""
         return self.name in self.storage.folders()
 
+    def has(self, file: str) -> bool:
+        """Return whether a file is there, as this machine sees it."""
+        try:
+            self.open(file).close()
+        except FileNotFoundError:
+            return False
+
+        return True
+
     def open(self, file: str) -> io.BufferedIOBase:
         return self.storage.open(f"{self.name}/{file}")
 

@@ -18,16 +18,14 @@ from __future__ import annotations
 import errno
 import io
 import os
-import secrets
 import shutil
-import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
-from lockstep.files import open_regular, read_bytes, replacing
+from lockstep.files import delete_old_temporaries, open_regular, read_bytes, replacing
 from lockstep.run_folder.checkpoint_facts import folders_in
 from lockstep.run_folder.checkpoint_names import (
     DELETED_PREFIX,
@@ -41,9 +39,6 @@ from lockstep.run_folder.checkpoint_names import (
     object_url,
 )
 from lockstep.run_folder.paths import CHECKPOINTS
-
-# How old a temporary file must be before it counts as left by a process that was killed. A live writer takes moments.
-LEFTOVER_S = 60.0
 
 
 class NotDurable(OSError):
@@ -111,7 +106,7 @@ class CheckpointStorage:
         assert self.url is not None
         url = object_url(self.url, self.root.absolute().parent.name, path.parent.name, path.name)
         url_file = _url_file(path)
-        with _replacing(url_file) as temporary:
+        with replacing(url_file) as temporary:
             write_file(temporary, [memoryview(url.encode())])
 
         sync_folder(url_file.parent)
@@ -133,7 +128,7 @@ class CheckpointStorage:
         # Most of these files are messages to running processes, which a power cut ends as well. They need no fsync,
         # which takes a millisecond or more: the next start claims the storage anew, and lists the checkpoints itself.
         path = self.root / key
-        with _replacing(path) as temporary, create_file(temporary) as file:
+        with replacing(path) as temporary, create_file(temporary) as file:
             write_all(file.fileno(), memoryview(data))
             if durable:
                 os.fsync(file.fileno())
@@ -144,11 +139,7 @@ class CheckpointStorage:
     def delete_old_temporaries(self) -> None:
         """Delete temporary files of `latest` and `owner` whose writer was killed. Those in a folder go with it."""
         for name in (LATEST, OWNER):
-            for temporary in self.root.glob(f".{name}.*"):
-                # Another process may delete it at this moment, or may still write to it.
-                with suppress(OSError):
-                    if time.time() - temporary.stat().st_mtime > LEFTOVER_S:
-                        temporary.unlink()
+            delete_old_temporaries(self.root / name)
 
     def sync_name(self) -> None:
         """Make the name of this folder durable, and the names of the folders above it. The folder must exist."""
@@ -220,12 +211,6 @@ class CheckpointStorage:
         store.delete(url)
         if found != written:
             raise OSError(errno.EIO, "other bytes were read than were written", url)
-
-
-def _replacing(path: Path) -> AbstractContextManager[Path]:
-    """Write to a temporary file with a name that no other process uses, and then rename it to `path`."""
-    # Not the number of the process: two containers that share a disk may have processes of the same number.
-    return replacing(path, f"{secrets.token_hex(4)}.tmp")
 
 
 # ---- files that hold the URL of an object ----

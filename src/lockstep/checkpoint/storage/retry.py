@@ -45,8 +45,8 @@ def retry_on_rank0(
     """Run `act` on rank 0 until no OSError stops it, and return its result, plain JSON, on every rank. Collective.
 
     After `timeout_s` seconds all ranks raise StorageUnavailable; if waiting does not help, a UserError at once. `act`
-    may be called again after it has done a part of its work. For the message,
-    `problem` is its first sentence, and `fix` is what to do about it.
+    may be called again after it has done a part of its work. For the message, `problem` is its first sentence, and
+    `fix` is what to do about it.
     """
     gather = runtime.collectives.all_gather_json
 

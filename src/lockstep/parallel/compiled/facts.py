@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep import files
 from lockstep.config import RunConfig
 from lockstep.parallel.blocks import class_name, find_blocks
 from lockstep.parallel.compiled.batch_sizes import Dims, SeenShapes, tensors_in
@@ -220,9 +221,7 @@ def write_record(key: str, target: str, payoff: Payoff) -> None:
     path = history_path()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(newest, indent=1))
-        draft.replace(path)
+        files.write(path, json.dumps(newest, indent=1))
 
 
 def _read_history() -> dict[str, dict[str, Any]]:
