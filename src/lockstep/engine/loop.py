@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.compiled.compiler import compiler_among
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.run_folder.names import ASSETS
-from lockstep.task import Loss, StepBatches, Task
+from lockstep.task import Loss, Task
 
 
 def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
@@ -34,15 +34,14 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     at the end:             save the weights, evaluate, show
     """
     training = Training(task, builder)
-    training.evaluate_if_interrupted()
-    for batches in training.run.step_batches():
-        training.step(batches)
+    for _ in training.steps():
+        pass
 
     return training.end()
 
 
 class Training:
-    """The stages of `fit`: a task and its Run. A benchmark calls them itself, to stop between two steps."""
+    """A task and its Run, in the stages of `fit`. A benchmark goes through the steps itself, to stop between two."""
 
     def __init__(self, task: Task, builder: RunBuilder):
         """Set up the run, and refuse mistakes that can be found before the first step."""
@@ -78,24 +77,28 @@ class Training:
         self.run.hooks.inject_faults()
         return self.run.hooks.around_loss(loss)
 
-    def evaluate_if_interrupted(self) -> None:
+    def steps(self) -> Iterator[None]:
+        """Train one global step after another. Each evaluates, logs and saves if that is due."""
+        run = self.run
+        self._evaluate_if_interrupted()
+
+        for batches in run.step_batches():
+            result = run.stepper.step(batches, self._loss)
+            run.end_step(batches, result)
+
+            # Before the save, so that the checkpoint holds its result.
+            if self._eval_sets and run.evaluations.are_due(run.steps_done):
+                run.evaluate(self._eval_sets, may_preempt=True)
+
+            run.maintain()
+            yield
+
+    def _evaluate_if_interrupted(self) -> None:
         """Repeat the evaluation during which the run was preempted, if there is one."""
         is_due, self.run.requests.evaluation_due = self.run.requests.evaluation_due, False
         if is_due and self._eval_sets:
             self.run.evaluate(self._eval_sets, may_preempt=True)
             self.run.save_if_agreed()
-
-    def step(self, batches: StepBatches) -> None:
-        """Train one global step; evaluate, log and save if that is due."""
-        run = self.run
-        result = run.stepper.step(batches, self._loss)
-        run.end_step(batches, result)
-
-        # Before the save, so that the checkpoint holds its result.
-        if self._eval_sets and run.evaluations.are_due(run.steps_done):
-            run.evaluate(self._eval_sets, may_preempt=True)
-
-        run.maintain()
 
     def end(self) -> dict[str, Any]:
         """Save the weights, evaluate, show, and return the summary."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from lockstep.config import SpikeConfig
 from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
 from lockstep.parallel.driver import Reduced
-from lockstep.parallel.loss_checks import wrong_weight
-from lockstep.parallel.progress import StepContext, StepProgress
+from lockstep.parallel.progress import StepContext, StepProgress, wrong_weight
 from lockstep.runtime.control_word import SummedWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
@@ -178,7 +177,7 @@ class OutcomeHandler:
         if self._scaler and abs(word.scales / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the loss scale differs between ranks; on this rank it is {self._scaler.value}")
 
-        # Weights on a GPU are not checked one by one, because the host would wait for each (`parallel/loss_checks.py`).
+        # Weights on a GPU are not checked one by one, because the host would wait for each (`parallel/progress.py`).
         if word.weight < 0:
             raise wrong_weight(word.weight)
 

@@ -1,7 +1,7 @@
 """Sums and weights of the loss and the metrics since the last log line. They stay on the device until they are read.
 
 `ExactSums` rounds only the final result: every float is an integer multiple of 2^-1074, and a sum of integers does not
-depend on their order. The grid of `exact` for the control word (`on_grid` in `parallel/loss_checks.py`) would round
+depend on their order. The grid of `exact` for the control word (`on_grid` in `parallel/exact/grid.py`) would round
 metrics too much.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
-from lockstep.task import Number, Weight
+from lockstep.task import Loss, Number, Weight
 
 # How many losses are collected before they are added up: the hot path only appends to a list.
 FOLD_AT = 128
@@ -29,6 +30,33 @@ SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
 
 Term = tuple[str, Number, Weight]  # (name, sum, weight)
 Exact = int | float  # a multiple of 2^-1074, as an integer; a float only if it is nan or infinite
+
+
+def check_metric_name(name: str) -> None:
+    """Raise if the name is one of the loss, which the metric would overwrite in the log."""
+    if name in LOSS_NAMES:
+        raise UserError(
+            f"a metric is named {name!r}, which is the name of the loss itself", "", "give the metric another name"
+        )
+
+
+def metric_terms(loss: Loss) -> Iterator[Term]:
+    """Yield each metric, detached. A metric without a weight has the weight of the loss."""
+    for name, value in loss.metrics.items():
+        check_metric_name(name)
+
+        # A pair is (sum, weight); a single number takes the weight of the loss.
+        total, weight = value if isinstance(value, tuple) else (value, loss.weight)
+        for number in (total, weight):
+            if isinstance(number, Tensor) and number.numel() != 1:
+                raise UserError(
+                    f"the metric {name!r} must be one number, the SUM over the micro-batch; it has the shape "
+                    f"{tuple(number.shape)}",
+                    "",
+                    f"return its sum: metrics={{{name!r}: values.sum()}}",
+                )
+
+        yield name, detached(total), detached(weight)
 
 
 class Sums:

@@ -9,22 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.observe.metrics import MetricNames, Term
-from lockstep.parallel.loss_checks import (
-    LOSS_GRID,
-    WEIGHT_GRID,
-    check_representable,
-    check_total,
-    checked_weight,
-    metric_terms,
-    on_grid,
-)
+from lockstep.errors import UserError
+from lockstep.observe.metrics import MetricNames, Term, metric_terms
+from lockstep.parallel.exact.grid import LOSS_GRID, WEIGHT_GRID, check_representable, on_grid
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import ControlWord, step_mark
@@ -223,3 +216,64 @@ class StepProgress:
         on_gpu = isinstance(value, Tensor) and value.is_cuda
         number = value.double() if on_gpu else float(value)
         return on_grid(number, grid) if self._context.config.exact else number
+
+
+# ---- what a loss may be ----
+
+
+def check_total(loss: Loss) -> None:
+    """Raise unless the loss is a Loss, with a total that can be backpropagated."""
+    if not isinstance(loss, Loss):
+        raise UserError(
+            f"loss() must return lockstep.Loss(total, weight); it returned a {type(loss).__name__}",
+            "",
+            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
+        )
+
+    if not isinstance(loss.total, Tensor):
+        raise UserError(
+            f"the total of a loss must be a tensor with a gradient; it is a {type(loss.total).__name__}",
+            "",
+            "remove .item() or float(): Loss(per_sample_loss.sum(), weight=len(batch))",
+        )
+
+    if loss.total.dim() != 0 or not loss.total.requires_grad:
+        raise UserError(
+            f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
+            f"{tuple(loss.total.shape)} and requires_grad={loss.total.requires_grad}",
+            "",
+            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
+        )
+
+
+def checked_weight(weight: Any) -> Weight:
+    """Return the weight of a loss without its graph, or raise if it is not one finite number of at least 0."""
+    # A graph would keep the activations of the step alive until the log line.
+    is_tensor = isinstance(weight, Tensor)
+    if is_tensor:
+        weight = weight.detach()
+
+    # Plain numbers first: isinstance(x, SupportsFloat) is many times slower.
+    is_number = weight.numel() == 1 if is_tensor else isinstance(weight, (int, float, SupportsFloat))
+    if not is_number:
+        shape = f" {tuple(weight.shape)}" if is_tensor else ""
+        raise UserError(
+            f"the weight of a loss is the number of its terms; it cannot be a {type(weight).__name__}{shape}",
+            "",
+            "return Loss(total, weight=len(batch)), or the number of tokens: mask.sum()",
+        )
+
+    # A weight on the GPU is not checked here, because the host would wait for it: `OutcomeHandler.check` looks at the
+    # sum.
+    if not (is_tensor and weight.is_cuda) and not 0 <= float(weight) < math.inf:
+        raise wrong_weight(weight)
+
+    return weight
+
+
+def wrong_weight(weight: Weight) -> UserError:
+    return UserError(
+        f"the weight of a loss is the number of its terms; it cannot be {weight}",
+        "",
+        "return a finite weight of 0 or more",
+    )

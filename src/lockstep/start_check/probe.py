@@ -20,7 +20,7 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import detached
 from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
-from lockstep.parallel.loss_checks import check_total
+from lockstep.parallel.progress import check_total
 from lockstep.parallel.sharded import RanksDiffer, check_same_action
 from lockstep.runtime.seeds import derive
 from lockstep.start_check.checked_run import CheckedRun

@@ -31,8 +31,8 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
+from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
-from lockstep.parallel.loss_checks import metric_terms
 from lockstep.parallel.parameter_hooks.hooks import hook_ids
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart

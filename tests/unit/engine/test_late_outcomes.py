@@ -130,9 +130,8 @@ def trained(task: Wobbly, folder: Path, **settings: Any) -> Trained:
         builder = open_run(resolved, runtime, "test")
         try:
             training = loop.Training(task, builder)
-            training.evaluate_if_interrupted()
-            for batches in training.run.step_batches():
-                training.step(batches)
+            for _ in training.steps():
+                pass
             summary = training.end()
             model, average = builder.driver.model, training.run.trained_model.average
         finally:

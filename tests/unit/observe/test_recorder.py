@@ -12,10 +12,9 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import UserError
 from lockstep.observe import recorder
-from lockstep.observe.metrics import EndedInterval, ExactSums, Sums, exact_from_text, from_exact
+from lockstep.observe.metrics import EndedInterval, ExactSums, Sums, exact_from_text, from_exact, metric_terms
 from lockstep.observe.recorder import _metrics_line
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.loss_checks import metric_terms
 from lockstep.recipes.char_lm import CharLM
 from lockstep.task import Loss
 

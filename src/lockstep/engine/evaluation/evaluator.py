@@ -27,11 +27,10 @@ from lockstep.data.transfer import Transfer
 from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
-from lockstep.observe.metrics import LOSS_NAMES, Term, quotients
+from lockstep.observe.metrics import LOSS_NAMES, Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.driver import Driver, LossFn
-from lockstep.parallel.loss_checks import metric_terms
 from lockstep.runtime.context import Runtime
 from lockstep.task import EvalData, Task
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.hooks.all_gather import gather_rows
 from lockstep.errors import UserError
-from lockstep.observe.metrics import detached
-from lockstep.parallel.loss_checks import check_metric_name
+from lockstep.observe.metrics import check_metric_name, detached
 from lockstep.task import MicroBatch, Number, Weight
 
 if TYPE_CHECKING:

@@ -157,11 +157,10 @@ def train(task: Plain, folder: Path, **settings: Any) -> Ran:
         try:
             training = loop.Training(task, builder)
             model = builder.driver.model
-            for batches in training.run.step_batches():
-                # As a loss does that goes through its graph twice, in this step for the first time.
+            for _ in training.steps():
+                # As a loss does that goes through its graph twice, in the next step for the first time.
                 if training.run.steps_done == task.keeps_graph_from:
                     builder.driver.inner_gradients.keeps_graphs = True
-                training.step(batches)
             training.end()
         except BaseException as error:
             builder.fail(error)
