@@ -211,7 +211,7 @@ def test_nodes_are_lost_and_replaced_and_the_bits_are_those_of_a_calm_run(cluste
     assert coordinating is not None
     follower = next(agent for agent in job.agents() if agent.pid != coordinating.pid)
     cluster.remove(cluster.node_of(follower))
-    _until(lambda: "vanished" in job.said and len(job.agents()) == 2, job)
+    _until(lambda: ") is lost: " in job.said and len(job.agents()) == 2, job)
     cluster.add()
     _until(lambda: len(job.agents()) == 3, job)
     _until(lambda: "asking the ranks to save, to continue with the new node" in job.said, job)

@@ -48,8 +48,8 @@ class DismissNode:
 
 
 @dataclass(frozen=True)
-class DropNode:
-    """Close the connection to a node that does not belong to the job any more."""
+class HangUp:
+    """Close the connection to a node that is lost."""
 
     node: int
 
@@ -62,7 +62,7 @@ class RecordEvent:
 
 
 # The last two are messages as well: the coordinator also sends them to all other nodes.
-Command = StartAttempt | Send | DismissNode | DropNode | RecordEvent | Announce | JobEnd
+Command = StartAttempt | Send | DismissNode | HangUp | RecordEvent | Announce | JobEnd
 
 
 class Outbox:

@@ -95,7 +95,7 @@ class HangCheck:
         if pending is None:
             return False
 
-        return now >= pending.deadline or not pending.awaited & self._state.members.nodes.keys()
+        return now >= pending.deadline or not pending.awaited & self._state.nodes.joined.keys()
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Add the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""

@@ -75,7 +75,7 @@ class RankExits:
 
         The node will answer, or count as lost. A rank that died by itself needs no such cause.
         """
-        silence = self._state.members.longest_silence(self._state.nodes_of_attempt, now)
+        silence = self._state.nodes.longest_silence(self._state.nodes_of_attempt, now)
         return silence > QUIET_S and not attempt.any_died_by_itself
 
     def _commit_is_near(self, attempt: Attempt, now: float) -> bool:

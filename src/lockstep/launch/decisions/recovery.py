@@ -1,8 +1,8 @@
 """Decides what follows a failure, or a request to save and exit: a node fewer, another attempt, or the end of the job.
 
-All rules by which a job drops a node, restarts or ends are here, in functions of the situation that change nothing:
+All rules by which a job loses a node, restarts or ends are here, in functions of the situation that change nothing:
 
-    node_to_drop           whether the job goes on without the node that has failed; this is asked first
+    node_loss              whether the job loses the node that has failed; this is asked first
     after_failure          what follows the failure of an attempt
     after_request          what follows when the ranks were asked to save and exit
     if_none_can_start      how the job ends when no rank runs, and no attempt can follow
@@ -55,24 +55,24 @@ class End:
 Decision = Restart | Continue | UndoResize | EndPreempted | End
 
 
-# ---- before them: a node is dropped at once ----
+# ---- before them: a node is lost at once ----
 
 
 @dataclass(frozen=True)
-class Drop:
-    """The job goes on without the node that has failed.
+class NodeLoss:
+    """The job loses the node that has failed.
 
-    `dismiss`: its launcher ends. It would join again, and fail again.
+    `dismissed`: its launcher ends. It would join again, and fail again.
     """
 
-    dismiss: bool = False
+    dismissed: bool = False
 
 
 @dataclass(frozen=True)
 class NodeSituation:
     """The state of the node that has failed."""
 
-    is_member: bool  # it still belongs to the job
+    in_job: bool  # it still belongs to the job
     can_be_spared: bool  # the job could go on without it
 
 
@@ -110,15 +110,15 @@ class Situation:
 # ---- the rules ----
 
 
-def node_to_drop(failure: Failure, node: NodeSituation) -> Drop | None:
-    """Return whether the job goes on without the node that has failed; None if no node has to go."""
+def node_loss(failure: Failure, node: NodeSituation) -> NodeLoss | None:
+    """Return how the job loses the node that has failed; None if it keeps all its nodes."""
     # A lost node sends nothing more.
-    if failure.noticed_as(LauncherFailure.NODE) and node.is_member:
-        return Drop()
+    if failure.noticed_as(LauncherFailure.NODE) and node.in_job:
+        return NodeLoss()
 
     # A node that cannot run its ranks would only fail again.
     if failure.traits.dismisses_node and node.can_be_spared:
-        return Drop(dismiss=True)
+        return NodeLoss(dismissed=True)
 
     return None
 

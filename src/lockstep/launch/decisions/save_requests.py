@@ -65,8 +65,8 @@ class SaveRequests:
 
     def resize(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""
-        members, outbox = self._state.members, self._state.outbox
-        bounds = members.rank_bounds
+        nodes, outbox = self._state.nodes, self._state.outbox
+        bounds = nodes.rank_bounds
 
         # No other attempt will start.
         if self.signal or self._state.decided_end:
@@ -79,21 +79,21 @@ class SaveRequests:
             return
 
         # The same number may be divided over the nodes in another way; that waits for the next attempt.
-        before = members.world_size
+        before = nodes.world_size
         if before == ranks:
-            members.resize(ranks)
+            nodes.resize(ranks)
             return
 
         outbox.announce(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
-        members.resize(ranks)
-        outbox.record_resize(before, members.world_size)
+        nodes.resize(ranks)
+        outbox.record_resize(before, nodes.world_size)
 
         # The size of this attempt is known to work, if there is one.
         if self._state.attempt is not None:
             self._before_resize = self._state.attempt
 
         # Nodes can import torch for the new ranks while the current ranks still save.
-        for node, count in members.ranks_per_node.items():
+        for node, count in nodes.ranks_per_node.items():
             outbox.send([node], Prepare(count))
 
         if self._state.status is JobStatus.RUN:
@@ -106,17 +106,17 @@ class SaveRequests:
         if before is None or state.last_attempt_number != before.number + 1:
             return False
 
-        return before.counts.keys() == state.members.ranks_per_node.keys()
+        return before.counts.keys() == state.nodes.ranks_per_node.keys()
 
     def undo_resize(self) -> None:
         """Return to the size before the last resize, and say so."""
-        members, outbox, before = self._state.members, self._state.outbox, self._before_resize
+        nodes, outbox, before = self._state.nodes, self._state.outbox, self._before_resize
         assert before is not None
-        failed = members.world_size
-        members.ranks_per_node = dict(before.counts)
+        failed = nodes.world_size
+        nodes.ranks_per_node = dict(before.counts)
         self._before_resize = None
 
-        ranks = members.world_size
+        ranks = nodes.world_size
         outbox.announce(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
         outbox.record_resize(failed, ranks)
 

@@ -17,7 +17,7 @@ from lockstep.launch import election
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.nodes.roles import CoordinatorRole, Membership, NextStep
+from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm, NextStep
 from lockstep.launch.nodes.search import Search
 from lockstep.launch.terminal import print_line, shares_log
 from lockstep.launch.times import HEARTBEAT_S
@@ -67,7 +67,7 @@ class NodeLauncher:
         self._agent: Agent | None = None
 
         # None until the node belongs to the job.
-        self._membership: Membership | None = None
+        self._joined: JoinedTerm | None = None
 
         self._search = Search(job, name, signals, secret)
         self._ended_here = False
@@ -119,8 +119,8 @@ class NodeLauncher:
         print_line(
             "lockstep: another node took over this job while this node did not answer; the ranks here were killed"
         )
-        self._membership = Membership(term, COORDINATOR, coordinator.state, address)
-        return self._search.after_loss(self._membership, "this node was superseded")
+        self._joined = JoinedTerm(term, COORDINATOR, coordinator.state, address)
+        return self._search.after_loss(self._joined, "this node was superseded")
 
     # ---- following ----
 
@@ -138,7 +138,7 @@ class NodeLauncher:
                     self._agent.kill_and_wait()
 
                 # If messages are being tampered with, reconnecting will not help.
-                last = self._membership
+                last = self._joined
                 if isinstance(lost, Garbled):
                     address = last.term.address if last else self._job.join
                     problem = f"messages from the coordinating node ({address}) are not valid: {lost}"
@@ -155,8 +155,8 @@ class NodeLauncher:
         """Join the job and adopt the coordinator's run folder. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
-        # A node that returns says who it was, so that the coordinator drops its old connection.
-        last = self._membership
+        # A node that returns says who it was, so that the coordinator closes its old connection.
+        last = self._joined
         if last:
             hello = replace(hello, term=last.term.number, number=last.number)
 
@@ -188,7 +188,7 @@ class NodeLauncher:
     def _adopt(self, welcome: Welcome, state: CoordinatorState, local_address: str) -> None:
         """Adopt the job as the coordinator describes it, and remember the term in which this node belongs to it."""
         # The file has the node's old number; a node gets a new number each time that it joins.
-        last = self._membership
+        last = self._joined
         if last is not None:
             election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
@@ -202,11 +202,11 @@ class NodeLauncher:
         self._agent = self._agent or Agent(job, self._name, self._secret)
 
         self._search.adopt(job, new_term=last is not None and last.term != welcome.term)
-        self._membership = Membership(welcome.term, welcome.number, state, local_address)
+        self._joined = JoinedTerm(welcome.term, welcome.number, state, local_address)
 
     def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[ToNode]) -> JobEnd:
         """Carry out orders and send what happens on this node. `orders` came with the welcome."""
-        assert self._membership is not None
+        assert self._joined is not None
         next_beat = 0.0
 
         # Carry out what has arrived, send what has happened, then wait for more.
@@ -221,7 +221,7 @@ class NodeLauncher:
                             print_line(message.text)
 
                     case CoordinatorState():
-                        self._membership = replace(self._membership, state=message)
+                        self._joined = replace(self._joined, state=message)
 
                     case Welcome() | Refused():
                         pass  # answers to a node that asks to join: this one has joined already
@@ -236,7 +236,7 @@ class NodeLauncher:
             for message in agent.poll():
                 connection.send(message)
 
-            # The coordinator drops a node that is silent for too long.
+            # A node that is silent for too long is lost.
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 connection.send(agent.heartbeat())

@@ -16,7 +16,7 @@ from lockstep.launch import election
 from lockstep.launch.election import CounterWatch, Lease, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Job, parse_address
-from lockstep.launch.nodes.roles import CoordinatorRole, Membership, NextStep
+from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm, NextStep
 from lockstep.launch.terminal import print_line, shares_log
 from lockstep.launch.times import LOST_AFTER_S, within_last_hour
 from lockstep.launch.wire.connections import (
@@ -254,7 +254,7 @@ class Search:
 
     # ---- after the coordinator was lost ----
 
-    def after_loss(self, last: Membership, why: str) -> NextStep:
+    def after_loss(self, last: JoinedTerm, why: str) -> NextStep:
         """Reconnect to the coordinator, join its successor, or become the successor, as the run folder says."""
         watch = TakeoverWatch(last.number, last.state.numbers, LOST_AFTER_S, STAGGER_S)
         began = time.monotonic()
@@ -289,12 +289,12 @@ class Search:
         lost = f"the connection to {last.term.address} was lost: {why}"
         return self.end_alone(f"no coordinating node could be reached within {minutes} ({lost})")
 
-    def _may_join(self, term: Term, last: Membership, watch: TakeoverWatch, now: float) -> bool:
+    def _may_join(self, term: Term, last: JoinedTerm, watch: TakeoverWatch, now: float) -> bool:
         """Return whether the term is that of a successor. One whose counter stands still is lost as well."""
         return term.number > last.term.number and watch.still_for(now) < LOST_AFTER_S
 
     def _look_at_term(
-        self, term: Term, last: Membership, watch: TakeoverWatch, now: float, why: str
+        self, term: Term, last: JoinedTerm, watch: TakeoverWatch, now: float, why: str
     ) -> NextStep | None:
         """Act on the newest term: connect to its coordinator or take over. Return None to wait and look again."""
         run_dir = self._job.run_dir
@@ -326,7 +326,7 @@ class Search:
 
         return self._take_over(term, last, f"{why}, and {reason}")
 
-    def _reconnect(self, term: Term, last: Membership, alive: bool) -> Connection | None:
+    def _reconnect(self, term: Term, last: JoinedTerm, alive: bool) -> Connection | None:
         """Try to connect to a successor, or, if its counter grows, to the coordinator that this node followed."""
         is_successor = term.number > last.term.number
         connection = self._reach(term.address) if is_successor or alive else None
@@ -340,7 +340,7 @@ class Search:
 
         return connection
 
-    def _take_over(self, term: Term, last: Membership, why: str) -> CoordinatorRole | None:
+    def _take_over(self, term: Term, last: JoinedTerm, why: str) -> CoordinatorRole | None:
         """Begin the term after `term`, whose coordinator is lost. Return None if another node was faster."""
         run_dir = self._job.run_dir
         with ExitStack() as resources:

@@ -174,7 +174,7 @@ class Hub:
         return self._read_all(now)
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
-        """Return the messages of all nodes, and the losses. Connections that are lost are dropped."""
+        """Return the messages of all nodes, and the losses. Connections that are lost are closed."""
         received: list[tuple[int, Message | ConnectionLost]] = []
 
         for number in self._to_read(now):
@@ -186,7 +186,7 @@ class Hub:
                 if not connection.blocked:
                     self._blocked.discard(number)
             except ConnectionLost as lost:
-                self.drop(number)
+                self.hang_up(number)
                 received.append((number, lost))
 
         return received
@@ -214,7 +214,7 @@ class Hub:
                 if self._connections[number].blocked:
                     self._blocked.add(number)
 
-    def drop(self, number: int) -> None:
+    def hang_up(self, number: int) -> None:
         """Close the connection to a node, if there is one."""
         if number in self._connections:
             connection = self._connections.pop(number)
@@ -229,7 +229,7 @@ class Hub:
         if self._acceptor:
             self._acceptor.close()
 
-        # The messages that still arrive are read, and dropped.
+        # The messages that still arrive are read, and ignored.
         deadline = time.monotonic() + DRAIN_S
 
         while self._connections:
@@ -241,7 +241,7 @@ class Hub:
             self._read_all(time.monotonic())
 
         for number in list(self._connections):
-            self.drop(number)
+            self.hang_up(number)
 
         self._ready.close()
 

@@ -11,8 +11,8 @@ from lockstep import api
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions import hang_check, rank_exits, state_machine, status
-from lockstep.launch.decisions.commands import DismissNode, DropNode, RecordEvent, Send, StartAttempt
-from lockstep.launch.decisions.members import Node, divide
+from lockstep.launch.decisions.commands import DismissNode, HangUp, RecordEvent, Send, StartAttempt
+from lockstep.launch.decisions.job_nodes import Node, divide
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit, SaveOutcome
@@ -97,7 +97,7 @@ class Stage:
     def kill(self, rank: int = 1) -> list:
         """A rank is killed, and then all others."""
         self.exit(rank, -9)
-        self.ranks_gone(*self.state.members.nodes)
+        self.ranks_gone(*self.state.nodes.joined)
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
@@ -342,14 +342,14 @@ def test_a_newcomer_that_cannot_import_does_not_end_a_healthy_job():
     stage.join(1)
     stage.state_machine.node_failed(1, NodeFailed(None, LauncherFailure.IMPORT, "exited while importing"), stage.now)
     stage.tick()
-    assert "node 1 (host-1) was dropped: exited while importing" in stage.said
+    assert "node 1 (host-1) is lost: exited while importing" in stage.said
     assert not stage.sent(Kill) + stage.of(JobEnd)
 
     # Its launcher ends: it would come back, and the ranks would save for it again. It hangs up by itself.
     (dismissed,) = stage.of(DismissNode)
     assert dismissed.node == 1
     assert (dismissed.ending.code, dismissed.ending.failure.kind) == (ExitCode.FAILED, LauncherFailure.IMPORT)
-    assert not stage.of(DropNode)
+    assert not stage.of(HangUp)
 
     stage.exit(0, 75)
     stage.tick(3.1)
@@ -378,7 +378,7 @@ def test_a_node_that_cannot_set_up_its_ranks_is_dismissed_if_the_job_can_spare_i
     stage.tick()
     setup_failed(stage)
     assert [command.node for command in stage.of(DismissNode)] == [1]
-    assert "node 1 (host-1) was dropped: no space left" in stage.said
+    assert "node 1 (host-1) is lost: no space left" in stage.said
     assert stage.sent(Kill) == [0]
 
 
@@ -838,10 +838,10 @@ def test_no_restarts_at_all_means_none_by_the_platform_either():
 def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     stage = nodes(2, 2, 2)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished: no heartbeat for 5 s", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
-    assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
+    assert stage.said.startswith("lockstep: node 1 (host-1) is lost: no heartbeat for 5 s")
     stage.ranks_gone()
     (ending,) = stage.tick()
     assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
@@ -870,12 +870,12 @@ def test_of_a_node_that_is_lost_no_rank_is_named():
     stage = Stage(TWO, TWO)
     stage.join(1)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     assert "Log of rank" not in [stage.tick(), stage.said][1]
     stage.ranks_gone(0)
     (ending,) = [stage.tick(), stage.of(JobEnd)][1]
     assert (ending.failure.rank, ending.failure.node) == (None, 1)
-    assert api._describe_exit(ending) == "exit code 75 (restart): node: node 1 (host-1) vanished"
+    assert api._describe_exit(ending) == "exit code 75 (restart): node: node 1 (host-1) is lost: no heartbeat for 5 s"
 
 
 def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
@@ -884,7 +884,7 @@ def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
     assert stage.tick()[-1] == StartAttempt(0, {0: 2, 1: 2})
     stage.state_machine.node_returned(1, Node(2, "host-1", TWO), stage.now)
     stage.tick()
-    assert "node 1 (host-1) lost its connection and made a new one" in stage.said
+    assert "node 1 (host-1) is lost: it has made a new connection" in stage.said
     assert "restarting 4 ranks" in stage.said
     assert not stage.sent(SaveAndExit)  # the ranks are killed: those of the node are lost
     assert stage.sent(Kill) == [0]
@@ -908,7 +908,7 @@ def test_ranks_that_are_lost_with_a_failure_are_no_consequence_of_it():
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
@@ -934,7 +934,7 @@ def test_ranks_that_finished_are_no_consequence_of_a_failure():
 def test_a_job_continues_without_a_lost_node_where_allowed():
     stage = nodes(1, 2, 2)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone()
     assert not [stage.tick(2.9), stage.of(StartAttempt)][1]
     assert stage.tick(0.2)[-1] == StartAttempt(1, {0: 1})
@@ -949,9 +949,9 @@ def test_an_error_may_come_of_a_node_that_is_about_to_turn_out_lost():
     stage.tick(3)
     stage.beat(node=0)
     assert stage.tick() == []
-    stage.state_machine.node_lost(1, "vanished: no heartbeat for 5 s", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
-    assert stage.said.startswith("lockstep: node 1 (host-1) vanished")
+    assert stage.said.startswith("lockstep: node 1 (host-1) is lost: no heartbeat for 5 s")
     assert "restarting 1 rank" in stage.said
 
 
@@ -969,11 +969,11 @@ def test_a_node_lost_while_the_others_stop():
     stage = nodes(2, 3, 3)
     stage.tick()
     stage.exit(2, -9)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0, 2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1, 2: 1})]
     stage.exit(1, -9)
-    stage.state_machine.node_lost(2, "vanished", stage.now)
+    stage.state_machine.node_lost(2, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0)
     assert [stage.tick(), stage.of(JobEnd)][1][0].code == ExitCode.RESTART
 
@@ -983,7 +983,7 @@ def test_a_restart_that_a_lost_node_prevents_is_called_off_aloud():
     stage.tick()
     stage.exit(1, -9)
     assert "restarting 2 ranks" in [stage.tick(), stage.said][1]
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0)
     stage.tick()
     assert "not restarted: 1 node left, and 2 needed. To resume from the beginning: type it again" in stage.said
@@ -995,7 +995,7 @@ def test_a_node_that_returns_before_the_other_ranks_are_gone_is_not_missed():
     stage = nodes(3, 3, 3)
     stage.tick()
     stage.exit(1, -9)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.join(3)
     stage.ranks_gone(0, 2)
     stage.tick()
@@ -1009,7 +1009,7 @@ def test_a_node_lost_after_its_ranks_saved_for_a_resize_is_missed():
     stage.state_machine.resize_requested(2, stage.now)
     for rank in (2, 3):
         stage.exit(rank, 75)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     for rank in (0, 1):
         stage.exit(rank, 75)
     stage.tick()
@@ -1020,10 +1020,10 @@ def test_a_node_lost_after_its_ranks_saved_for_a_resize_is_missed():
 def test_a_node_lost_while_the_job_waits_for_more():
     stage = nodes(2, 3, 3)
     stage.tick()
-    stage.state_machine.node_lost(2, "vanished", stage.now)
+    stage.state_machine.node_lost(2, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0, 1)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     assert stage.tick()[-1].code == ExitCode.RESTART
 
 
@@ -1047,7 +1047,7 @@ def test_a_coordinating_node_that_cannot_stop_its_ranks_ends_the_job(others):
     for node in range(1, others + 1):
         stage.ranks_gone(node)
     stage.tick(status.NODES_KILL_S + 1)
-    assert stage.of(StartAttempt) == stage.of(DropNode) == []
+    assert stage.of(StartAttempt) == stage.of(HangUp) == []
     assert (
         "not restarted: killed ranks on this machine did not end within 30 s. To resume from the beginning: type it"
         in stage.said
@@ -1068,27 +1068,27 @@ def test_the_zygote_of_a_node_that_was_dropped_does_not_matter():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.exit(0, -9)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
     stage.state_machine.node_failed(1, NodeFailed(0, LauncherFailure.ZYGOTE, "died"), stage.now)
     assert stage.tick() == []
 
 
-def test_a_node_that_starts_nothing_is_named_and_dropped():
+def test_a_node_that_starts_nothing_is_named_and_lost():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.beat(node=0)
     stage.state_machine.heartbeat_received(1, NodeHeartbeat(), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
-    assert not stage.of(DropNode)
+    assert not stage.of(HangUp)
     assert not stage.state_machine.is_due(stage.now)
     stage.now += 0.2
     assert stage.state_machine.is_due(stage.now)  # the coordinator looks at the checkpoints before the decision
     stage.tick()
     assert not stage.state_machine.is_due(stage.now)
     stage.ranks_gone(0)
-    assert stage.of(DropNode) == [DropNode(1)]
-    assert "node 1 (host-1) was dropped: it did not start its ranks within 10 s" in stage.said
+    assert stage.of(HangUp) == [HangUp(1)]
+    assert "node 1 (host-1) is lost: it did not start its ranks within 10 s" in stage.said
     stage.tick(3.1)
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
 
@@ -1097,7 +1097,7 @@ def test_a_node_that_has_done_its_part_may_go():
     stage = nodes(2, 2, 2)
     stage.tick()
     stage.exit(1, 0)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.exit(0, 0)
     assert [stage.tick(), stage.of(JobEnd)][1] == [JobEnd(0)]
 
@@ -1267,7 +1267,7 @@ def test_too_few_that_are_left_wait():
     new = taken_over(stage, Bounds(2, 2))
     assert "waiting for 1 more node" in [new.tick(299), new.said][1]
     new.join(1)
-    new.state_machine.node_lost(1, "vanished", new.now)
+    new.state_machine.node_lost(1, "no heartbeat for 5 s", new.now)
     assert not [new.tick(), new.of(JobEnd)][1]
     assert [new.tick(2), new.of(JobEnd)][1][0].code == ExitCode.RESTART
 
@@ -1305,7 +1305,7 @@ def test_a_node_that_is_lost_owes_no_stacks():
     assert stage.sent(CollectStacks) == [0, 1]
     stage.state_machine.receive(0, Stacks.of(0, 1, {0: ""}, {}), stage.now)
     assert stage.tick() == []
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
     assert "no rank has advanced for" in stage.said
 
@@ -1622,7 +1622,7 @@ def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(0, {0: 1, 1: 1})]
     stage.exit(1, 0)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.exit(0, 1, **LOST)
     stage.tick()
     assert "rank 1 on host-1 failed" in stage.said

@@ -11,7 +11,7 @@ from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
 from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome, received
-from lockstep.launch.nodes.roles import CoordinatorRole, Membership
+from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm
 from lockstep.launch.nodes.search import Search
 from lockstep.launch.wire.connections import Garbled
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Kill, NodeHeartbeat, Welcome
@@ -26,7 +26,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
     job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
     made = NodeLauncher(job, "host-c", [], Secret(b"s" * 32, "a test"))
-    made._membership = Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
+    made._joined = JoinedTerm(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
     return made
 
 

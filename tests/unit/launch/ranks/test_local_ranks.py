@@ -72,7 +72,7 @@ def test_ranks_learn_which_signal_the_launcher_received(tmp_path, monkeypatch, a
 
 
 def test_stacks_that_would_be_too_large_for_a_message_keep_the_main_thread(tmp_path, monkeypatch):
-    """A message above the largest size would look like an attack, and its node would be dropped."""
+    """A message above the largest size would look like an attack, and its node would be lost."""
     monkeypatch.setattr(module, "STACKS_SIZE", 4000)
     texts = {rank: "x" * 9000 + f"the main thread of {rank}" for rank in range(2)}
     monkeypatch.setattr(module.stacks, "collect", lambda *arguments: texts)
