@@ -43,10 +43,10 @@ from lockstep.checkpoint.saving.snapshot import Snapshot
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
 from lockstep.launch.nodes.roles import JoinedTerm
 from lockstep.launch.nodes.search import SEARCH_RETRY_S
+from lockstep.launch.times import LOOP_S
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.sockets import wait_readable
@@ -83,7 +83,7 @@ def be_patient(seconds: float) -> None:
     """
     simulated_nodes.HEARTBEAT_S = seconds / 20
     connections.LOST_AFTER_S = seconds
-    next_attempt.START_S = failure_handler.NODES_KILL_S = hang_check.NODES_STACKS_S = seconds
+    next_attempt.START_S = failure_handler.NODES_KILL_S = hang_check.LOST_AFTER_S = seconds
 
 
 # ---- a job ----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def serve(listener: socket.socket, start: Start, control: Pipe) -> None:
     server = StoreServer(listener, store_secret(SECRET, start.rendezvous.store_nonce), start.world_size, print)
     while True:
         now = time.monotonic()
-        wait_readable([control, *server.sockets(now)], WAIT_S)
+        wait_readable([control, *server.sockets(now)], LOOP_S)
         server.poll(now)
         if control.poll():
             control.recv()

@@ -133,7 +133,7 @@ def test_a_port_that_another_program_has_is_named(nodes):
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=hang_up, args=[other], daemon=True).start()
         port = other.getsockname()[1]
-        (node,) = nodes(1, join=f"127.0.0.1:{port}", taken_s=1.0)
+        (node,) = nodes(1, join=f"127.0.0.1:{port}", no_answer_s=1.0)
         assert node.wait() == 75  # it may be a node of an earlier job, which ends
     assert f"another program on this machine listens at 127.0.0.1:{port}" in node.said
     assert "found: no launcher of this job answered there within 1 s" in node.said

@@ -20,7 +20,7 @@ from lockstep.launch.failure import Failure
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.terminal import print_line
-from lockstep.launch.times import HEARTBEAT_S, STALLED_LOOP_S
+from lockstep.launch.times import HEARTBEAT_S, LATE_S, LOOP_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Acceptor, Rejection
 from lockstep.launch.wire.connections import ConnectionLost, Hub, local_address
@@ -43,9 +43,6 @@ from lockstep.launch.wire.store_server import AttemptStore
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import RESIZE_REQUEST
 from lockstep.run_folder.resize import size_in
-
-# How long an iteration of the loop waits for something to happen.
-WAIT_S = 0.05
 
 
 class Coordinator:
@@ -144,7 +141,7 @@ class Coordinator:
     def _iterate(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
         now = time.monotonic()
-        wait_readable(self._agent.sockets() + self._hub.sockets(now) + self._store.sockets(now), WAIT_S)
+        wait_readable(self._agent.sockets() + self._hub.sockets(now) + self._store.sockets(now), LOOP_S)
 
         now = time.monotonic()
         messages = self._agent.poll()
@@ -152,7 +149,7 @@ class Coordinator:
         # A coordinator that was superseded must not act on what has arrived. In two cases the thread may not have
         # looked yet: this process was halted, or rank 0 has ended, which ends when it sees a successor itself.
         rank_exited = any(isinstance(message, RankExited) for message in messages)
-        if rank_exited or now - self._watch.last_iteration_at > STALLED_LOOP_S:
+        if rank_exited or now - self._watch.last_iteration_at > LATE_S:
             self._watch.refresh()
 
         if self._watch.superseded:

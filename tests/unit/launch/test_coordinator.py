@@ -176,7 +176,7 @@ class SlowDisk:
 @pytest.fixture
 def slow_disk(monkeypatch):
     disk = SlowDisk()
-    monkeypatch.setattr(folder_watch, "SCAN_S", 0.05)
+    monkeypatch.setattr(folder_watch, "HELD_UP_S", 0.05)
     yield disk
     disk.answers.set()
 
@@ -203,7 +203,7 @@ def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_p
 
     # As soon as the disk answers, so does the thread.
     slow_disk.answers.set()
-    monkeypatch.setattr(folder_watch, "SCAN_S", 60)
+    monkeypatch.setattr(folder_watch, "HELD_UP_S", 60)
     watch.refresh()
     watch.close()
     assert watch.checkpoints == CheckpointFacts(newest_step=4)
@@ -318,7 +318,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._watch.last_iteration_at -= module.STALLED_LOOP_S + 1
+    coordinator._watch.last_iteration_at -= module.LATE_S + 1
     coordinator._iterate()
     assert coordinator._watch.superseded
     assert signals == ["SIGTERM"]  # for the successor

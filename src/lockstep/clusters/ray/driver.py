@@ -25,6 +25,7 @@ from lockstep.clusters.request import JobRequest
 from lockstep.errors import ExitCode, Preempted, UserError
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.terminal import print_line
+from lockstep.launch.times import JOIN_S, within_last_hour
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 from lockstep.run_folder.names import LAUNCH
 
@@ -37,29 +38,21 @@ SAVE_S = 30.0
 # How long a node may take to take over from a lost one. Then a Ctrl-C goes to all launchers.
 TAKEOVER_S = 20.0
 
-# How long a job waits for nodes that others use, unless --wait says otherwise; and before it says what it waits for.
-WAIT_S = 300.0
-SAY_S = 2.0
-
-# How long Ray may take to start the first actor, on a node where its resources are reserved.
-ACTOR_S = 120.0
-
 # A launcher that ends leaves this long for the others to end as well. If they do not, it has ended for itself alone.
 ALONE_S = 15.0
 
-# An agent that does not answer for so long when the others have ended is given up; Ray may still believe in its node.
+# How long the first agent may say nothing, while Ray starts it on a node where its resources are reserved; and one that
+# is left when the others have ended: Ray may still believe in its node. Then it is given up.
 SILENT_S = 120.0
 
-# A failed agent is replaced after this, and if that one fails within a minute after twice as long, up to a minute.
-RETRY_S = 2.0
+# The longest pause before a failed agent is replaced.
 LONGEST_RETRY_S = 60.0
 
-# For so long after a loss a job that asks to be restarted lacks nodes: its launchers wait five minutes for them.
-LOSS_S = 400.0
+# For so long after a loss a job that asks to be restarted lacks nodes: its launchers wait for them before they end.
+LOSS_S = JOIN_S + 100.0
 
 # Rounds that begin because nodes were lost, in an hour. Each costs a start and the steps since the last checkpoint.
 MOST_ROUNDS = 10
-HOUR_S = 3600.0
 
 # The variables of the driver that the agents get, besides those that begin with one of these.
 PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH")
@@ -151,7 +144,7 @@ class RayDriver:
     def _gather(self) -> bool:
         """Wait until enough nodes can be used. Return False if that takes too long, or on a signal."""
         began = self._cluster.now()
-        patience = WAIT_S if self._wait is None else self._wait
+        patience = JOIN_S if self._wait is None else self._wait
         said = False
 
         while True:
@@ -173,7 +166,7 @@ class RayDriver:
                 return False
 
             # Usually Ray has the nodes at once, and there is nothing to say.
-            if not said and waited >= SAY_S:
+            if not said and waited >= 2.0:
                 said = True
                 print_line(f"lockstep: {self._placement.what_is_missing()}; waiting for {patience:.0f} s at most")
 
@@ -241,11 +234,11 @@ class RayDriver:
         # `make_agent` returns at once: Ray may first have to start a worker process on the node, and unpack the
         # working folder there.
         assert slot.node is not None
-        deadline = self._cluster.now() + ACTOR_S
+        deadline = self._cluster.now() + SILENT_S
         try:
             while (join := slot.running.address(slot.node.host)) is None:
                 if self._signals or self._cluster.now() > deadline:
-                    raise AgentLost("interrupted" if self._signals else f"Ray has not started it in {ACTOR_S:.0f} s")
+                    raise AgentLost("interrupted" if self._signals else f"Ray has not started it in {SILENT_S:.0f} s")
 
                 self._cluster.sleep(TURN_S / 4)
         except AgentLost as lost:
@@ -335,7 +328,7 @@ class RayDriver:
         # 2, 4, 8, ... seconds, as long as agents fail within a minute.
         now = self._cluster.now()
         soon = now - slot.began < LONGEST_RETRY_S
-        slot.not_before = now + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S)
+        slot.not_before = now + min(2.0 * 2**slot.tries, LONGEST_RETRY_S)
         slot.tries = slot.tries + 1 if soon else 0
 
     def _end_what_is_left(self, current: Round) -> None:
@@ -413,8 +406,7 @@ class RayDriver:
         """Return None, for another round after a loss, or an exit code if there were too many of them."""
         # Only rounds that nodes have cost, and only those of the last hour.
         now = self._cluster.now()
-        recent = [when for when in self._lost_rounds if now - when < HOUR_S]
-        self._lost_rounds = [*recent, now]
+        self._lost_rounds = [*within_last_hour(self._lost_rounds, now), now]
 
         # A job that loses nodes again and again does not get anywhere: its user must look.
         if len(self._lost_rounds) > MOST_ROUNDS:

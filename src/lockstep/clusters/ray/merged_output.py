@@ -6,9 +6,6 @@ from typing import Any
 
 from lockstep.errors import printable
 
-# How much later a node may say what the job says to all of them. Later it says the same for itself, after a takeover.
-SAME_S = 5.0
-
 
 class MergedOutput:
     """Prints the output of all agents. A line that each of them says, because the job says it to all, appears once."""
@@ -30,8 +27,10 @@ class MergedOutput:
                 print(printable(line), flush=True)
 
     def _forget_old_lines(self, now: float) -> None:
+        # A node may say a little later what the job says to all of them. After five seconds it says the same for
+        # itself, after a takeover.
         for line, times in list(self._printed.items()):
-            recent = [(when, agents) for when, agents in times if now - when < SAME_S]
+            recent = [(when, agents) for when, agents in times if now - when < 5.0]
             if recent:
                 self._printed[line] = recent
             else:

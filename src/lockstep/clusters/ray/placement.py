@@ -23,9 +23,6 @@ from lockstep.errors import UserError, plural
 from lockstep.launch.job import Bounds
 from lockstep.launch.terminal import print_line
 
-# The pause between two looks at the cluster.
-LOOK_S = 1.0
-
 # What Ray has not given for so long, although it seemed to be free, is not waited for.
 UNPLACED_S = 10.0
 
@@ -85,7 +82,7 @@ class AgentPlacement:
     def look(self) -> None:
         """Look at the cluster, at most once a second."""
         now = self._cluster.now()
-        if now - self._looked < LOOK_S:
+        if now - self._looked < 1.0:
             return
 
         self._looked = now

@@ -28,10 +28,11 @@ from lockstep.launch.decisions.recovery import (
 )
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import NODES_KILL_S, JobStatus
+from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import Failure
 from lockstep.launch.hangs.suspicion import raise_factor
 from lockstep.launch.job import COORDINATOR
+from lockstep.launch.times import NODES_KILL_S
 from lockstep.launch.wire.messages import JobEnd, Kill
 
 

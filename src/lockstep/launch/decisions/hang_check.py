@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import OTHER_SAVES_S, JobStatus
+from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import LauncherFailure
 from lockstep.launch.hangs.suspicion import Suspicion
 from lockstep.launch.hangs.watchdog import Answers
+from lockstep.launch.times import LOST_AFTER_S, OTHER_SAVES_S
 from lockstep.launch.wire.messages import CollectStacks, Stacks
-
-# How long the coordinator waits for the nodes' stacks.
-NODES_STACKS_S = 5.0
 
 
 @dataclass
@@ -74,7 +72,7 @@ class HangCheck:
         state = self._state
         self._requests += 1
         state.order(CollectStacks(attempt.number, self._requests))
-        deadline = now + NODES_STACKS_S
+        deadline = now + LOST_AFTER_S
         request = StackRequest(attempt.number, self._requests, deadline, state.nodes_of_attempt, suspicion)
         self._stack_request = request
         return request

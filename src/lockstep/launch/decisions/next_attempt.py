@@ -8,9 +8,10 @@ from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import JOIN_S, START_S, JobStatus
+from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import COORDINATOR
+from lockstep.launch.times import JOIN_S, START_S
 
 # How long the job waits before it announces how many nodes are missing, and between two lines about that.
 ANNOUNCE_MISSING_S = 3.0

@@ -10,9 +10,6 @@ from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
 
-# A SIGINT at another node within this time is the same Ctrl-C: some tools send it to all nodes.
-SAME_SIGINT_S = 1.0
-
 
 class SaveRequests:
     """Asks the ranks to save and exit, and remembers the signal that asks the whole job to end.
@@ -47,13 +44,13 @@ class SaveRequests:
         if signal != "SIGINT":
             return False
 
-        # The first one. Soon after it, another node may receive the same one.
+        # The first one. Some tools send the same Ctrl-C to all nodes: another node may receive it within a second.
         if self._sigint_at is None:
             self._sigint_at = now
             self._sigint_nodes.add(node)
             return False
 
-        is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
+        is_second = node in self._sigint_nodes or now - self._sigint_at >= 1.0
         self._sigint_nodes.add(node)
         return is_second
 

@@ -9,8 +9,9 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.job_nodes import JobNodes
 from lockstep.launch.decisions.recovery import Decision, End
-from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
+from lockstep.launch.decisions.status import ACTIVE, TRANSITIONS, JobStatus
 from lockstep.launch.job import Job, LauncherSettings
+from lockstep.launch.times import JOIN_S
 from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, SaveAndExit
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 from lockstep.run_folder.names import LOGS

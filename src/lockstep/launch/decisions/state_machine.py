@@ -30,9 +30,10 @@ from lockstep.launch.decisions.rank_exits import RankExits
 from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import JOIN_S, NODES_KILL_S, START_S, JobStatus
+from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Job, LauncherSettings
+from lockstep.launch.times import FENCE_S, JOIN_S, NODES_KILL_S, START_S
 from lockstep.launch.wire.messages import (
     CoordinatorState,
     NodeFailed,
@@ -45,10 +46,6 @@ from lockstep.launch.wire.messages import (
     ranges,
 )
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
-
-# How long a node that takes over waits before it starts ranks. Rank 0 of the previous coordinator checks once a second
-# whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
-FENCE_S = 3.0
 
 
 class JobStateMachine:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch import election
 from lockstep.launch.agent import Agent
-from lockstep.launch.coordinator import WAIT_S, Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm, NextStep
 from lockstep.launch.nodes.search import Search
 from lockstep.launch.terminal import print_line, shares_log
-from lockstep.launch.times import HEARTBEAT_S
+from lockstep.launch.times import HEARTBEAT_S, LOOP_S
 from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, local_address
 from lockstep.launch.wire.messages import (
     Announce,
@@ -249,7 +249,7 @@ def received(connection: Connection, *others: Any) -> list[ToNode]:
 
     Raises Garbled for a message that no coordinator sends.
     """
-    wait_readable([connection, *others], WAIT_S)
+    wait_readable([connection, *others], LOOP_S)
 
     messages: list[ToNode] = []
     for message in connection.receive(time.monotonic()):

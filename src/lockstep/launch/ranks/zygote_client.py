@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.launch.ranks.post_mortem import signal_name
 from lockstep.launch.ranks.zygote import LENGTH_BYTES, RankChange, close_all
-from lockstep.launch.times import ZYGOTE_END_S, ZYGOTE_SEND_S
+from lockstep.launch.times import HELD_UP_S, ZYGOTE_END_S
 from lockstep.launch.wire.sockets import LineReader
 
 # How long the zygote's imports may take, from a slow shared disk, and how long it may take to answer a request.
@@ -137,9 +137,9 @@ class ZygoteClient:
             self._unanswered += 1
             # The length comes first, together with the lifeline: a descriptor needs at least one byte of data.
             data = len(request).to_bytes(LENGTH_BYTES) + request
-            give_up_at = time.monotonic() + ZYGOTE_SEND_S
+            give_up_at = time.monotonic() + HELD_UP_S
             try:
-                self._socket.settimeout(ZYGOTE_SEND_S)
+                self._socket.settimeout(HELD_UP_S)
                 sent = socket.send_fds(self._socket, [data], fds)
 
                 # Both parts together may take that long. 0 would mean a socket that does not wait at all.

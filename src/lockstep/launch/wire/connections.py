@@ -26,9 +26,6 @@ from lockstep.launch.wire.sockets import LineReader, ReadySockets, wait_readable
 from lockstep.runtime.host.network import address_family, as_others_reach_it, join_host_port
 from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 
-# How often the coordinator looks at all connections, and not only at those on which something has arrived.
-ALL_CONNECTIONS_S = 0.5
-
 # How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
 
@@ -192,9 +189,9 @@ class Hub:
         return received
 
     def _to_read(self, now: float) -> list[int]:
-        """Return the nodes that have sent something, or have more to receive; now and then all, to find lost ones."""
+        """Return the nodes that have sent something, or have more to receive; twice a second all, to find lost ones."""
         if now >= self._next_look:
-            self._next_look = now + ALL_CONNECTIONS_S
+            self._next_look = now + 0.5
             return list(self._connections)
 
         ready = [self._numbers[descriptor] for descriptor in self._ready.descriptors()]

@@ -9,9 +9,9 @@ from lockstep.errors import ExitCode
 from lockstep.launch.decisions.recovery import (
     AttemptFacts,
     Continue,
-    NodeLoss,
     End,
     EndPreempted,
+    NodeLoss,
     NodeSituation,
     Restart,
     Situation,

@@ -10,7 +10,7 @@ import pytest
 from lockstep import api
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
-from lockstep.launch.decisions import hang_check, rank_exits, state_machine, status
+from lockstep.launch.decisions import rank_exits, status
 from lockstep.launch.decisions.commands import DismissNode, HangUp, RecordEvent, Send, StartAttempt
 from lockstep.launch.decisions.job_nodes import Node, divide
 from lockstep.launch.decisions.state import JobState
@@ -19,6 +19,7 @@ from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, Ra
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job, LauncherSettings
+from lockstep.launch.times import FENCE_S, LOST_AFTER_S, NODES_KILL_S
 from lockstep.launch.wire.messages import (
     NODE_FAILURES,
     Announce,
@@ -583,7 +584,7 @@ def exhaust_time(stage: Stage, seconds: float) -> None:
     stage.tick(seconds)
     assert stage.sent(CollectStacks) == [0]
     assert not stage.sent(Kill)
-    stage.tick(hang_check.NODES_STACKS_S)
+    stage.tick(LOST_AFTER_S)
     assert stage.sent(Kill) == [0]
 
 
@@ -1032,7 +1033,7 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     stage.tick()
     stage.exit(1, -9)
     stage.ranks_gone(0)
-    stage.tick(status.NODES_KILL_S - 1)
+    stage.tick(NODES_KILL_S - 1)
     assert not stage.of(StartAttempt)
     stage.tick(2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
@@ -1046,7 +1047,7 @@ def test_a_coordinating_node_that_cannot_stop_its_ranks_ends_the_job(others):
     stage.exit(0, -9)
     for node in range(1, others + 1):
         stage.ranks_gone(node)
-    stage.tick(status.NODES_KILL_S + 1)
+    stage.tick(NODES_KILL_S + 1)
     assert stage.of(StartAttempt) == stage.of(HangUp) == []
     assert (
         "not restarted: killed ranks on this machine did not end within 30 s. To resume from the beginning: type it"
@@ -1060,7 +1061,7 @@ def test_an_end_that_is_decided_stays_so_though_the_ranks_do_not_die(stage):
     stage.state_machine.preempt_requested("SIGINT", stage.now)
     stage.exit(1, -9)
     stage.tick()
-    stage.tick(status.NODES_KILL_S + 1)
+    stage.tick(NODES_KILL_S + 1)
     assert [ending.code for ending in stage.of(JobEnd)] == [ExitCode.FAILED]
 
 
@@ -1146,7 +1147,7 @@ def test_a_job_that_has_failed_is_not_restarted_by_a_successor():
     new = taken_over(stage)
     assert "not restarted: that was decided" in [new.tick(), new.said][1]
     new.join(1)
-    assert not [new.tick(state_machine.FENCE_S - 1), new.of(JobEnd)][1]
+    assert not [new.tick(FENCE_S - 1), new.of(JobEnd)][1]
     assert [(end.code, end.failure.message) for end in [new.tick(2), new.of(JobEnd)][1]] == [(1, "the same again")]
 
 

@@ -43,13 +43,13 @@ def test_the_files_of_a_long_attempt_stay_fresh(tmp_path):
         os.utime(store, (1.0, 1.0))
         local.do_housekeeping()
         assert store.stat().st_mtime == 1.0
-        local._touched -= module.TOUCH_S + 1
+        local._touched -= module.HOUR_S + 1
         local.do_housekeeping()
         assert time.time() - store.stat().st_mtime < 3600
 
         # A cleaner of /tmp that removes the folder does not end the launcher.
         shutil.rmtree(local.folder)
-        local._touched -= module.TOUCH_S + 1
+        local._touched -= module.HOUR_S + 1
         local.do_housekeeping()
     finally:
         local.close()

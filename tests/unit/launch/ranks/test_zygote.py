@@ -247,7 +247,7 @@ os.fork = slowly
 
 
 def test_a_suspended_zygote_that_takes_no_requests_is_given_up_in_time(monkeypatch, tmp_path):
-    monkeypatch.setattr(zygote_client, "ZYGOTE_SEND_S", 0.1)
+    monkeypatch.setattr(zygote_client, "HELD_UP_S", 0.1)
     client = ZygoteClient("json:dumps", (), os.environ)
     until = time.monotonic() + 60
     while not client.ready and time.monotonic() < until:
