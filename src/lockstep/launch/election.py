@@ -158,10 +158,11 @@ class Lease(TermFile):
 
     def end(self) -> None:
         """Remove the term file, because the job is over and no node must take over."""
-        self.path.unlink(missing_ok=True)
-
-        # The next job here counts terms from 1 again, and would take these files for its own.
+        # A disk that fails now does not change how the job has ended, which the other nodes know from a message.
         with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+            # The next job here counts terms from 1 again, and would take these files for its own.
             _remove_cut_off_files(self.path.parent, self.term.number)
 
 

@@ -751,6 +751,17 @@ def test_what_all_nodes_say_is_printed_once(capsys):
     assert capsys.readouterr().out.splitlines() == said
 
 
+def test_the_driver_goes_on_if_nobody_reads_what_the_job_says(monkeypatch):
+    """`ray job submit ... | tee log`: when tee died, the driver ended, and killed the job."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        monkeypatch.setattr("sys.stdout", broken)
+        output = MergedOutput()
+        output.add("a", ["step 1"], now=0.0)
+        output.add("a", ["step 2"], now=1.0)
+
+
 def test_a_node_that_takes_over_says_the_same_again(capsys):
     output = MergedOutput()
     output.add("a", ["char_lm  2 ranks"], now=0.0)

@@ -1,7 +1,9 @@
 """Which node coordinates a job, by the files in its run folder, without any process or clock."""
 
+import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,17 @@ def test_a_job_that_has_ended_is_not_continued(tmp_path):
     first.end()
     assert begin_term(tmp_path, first.term.number, "host-b", "10.0.0.2:29400") is None
     assert election.newest_term(tmp_path) is None
+
+
+def test_a_disk_that_fails_at_the_end_does_not_change_how_the_job_ended(tmp_path, monkeypatch):
+    """The launcher of a job that had finished ended with a traceback, and exit code 1."""
+    term = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
+
+    def fail(path, missing_ok=False):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    term.end()
 
 
 def test_a_job_may_end_between_the_look_and_the_link(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from lockstep.errors import printable
+from lockstep.launch.terminal import write
 
 
 class MergedOutput:
@@ -24,7 +26,7 @@ class MergedOutput:
                 others[0].add(agent)
             else:
                 times.append((now, {agent}))
-                print(printable(line), flush=True)
+                write(f"{printable(line)}\n", sys.stdout)
 
     def _forget_old_lines(self, now: float) -> None:
         # A node may say a little later what the job says to all of them. After five seconds it says the same for

@@ -69,6 +69,9 @@ class NodeLauncher:
         # None until the node belongs to the job.
         self._joined: JoinedTerm | None = None
 
+        # The signals that were sent to the coordinator, until its state shows that the job saves and exits.
+        self._sent_signals: list[str] = []
+
         self._search = Search(job, name, signals, secret)
         self._ended_here = False
 
@@ -137,6 +140,10 @@ class NodeLauncher:
                 if self._agent is not None:
                     self._agent.kill_and_wait()
 
+                # The coordinator may have been lost before it received a signal, so they are sent again.
+                self._signals[:0] = self._sent_signals
+                self._sent_signals.clear()
+
                 # If messages are being tampered with, reconnecting will not help.
                 last = self._joined
                 if isinstance(lost, Garbled):
@@ -201,6 +208,10 @@ class NodeLauncher:
         self._job = job
         self._agent = self._agent or Agent(job, self._name, self._secret)
 
+        # The job saves and exits already. A signal from before would count as a second Ctrl-C.
+        if state.preempt_signal:
+            self._signals.clear()
+
         self._search.adopt(job, new_term=last is not None and last.term != welcome.term)
         self._joined = JoinedTerm(welcome.term, welcome.number, state, local_address)
 
@@ -222,6 +233,8 @@ class NodeLauncher:
 
                     case CoordinatorState():
                         self._joined = replace(self._joined, state=message)
+                        if message.preempt_signal:
+                            self._sent_signals.clear()
 
                     case Welcome() | Refused():
                         pass  # answers to a node that asks to join: this one has joined already
@@ -231,7 +244,8 @@ class NodeLauncher:
 
             # A signal at any node is meant for the whole job.
             while self._signals:
-                connection.send(SignalReceived(self._signals.pop(0)))
+                self._sent_signals.append(self._signals.pop(0))
+                connection.send(SignalReceived(self._sent_signals[-1]))
 
             for message in agent.poll():
                 connection.send(message)
