@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
 from lockstep.errors import ExitCode, plural
@@ -23,6 +24,7 @@ from lockstep.launch.decisions.recovery import (
     UndoResize,
     after_failure,
     after_request,
+    after_second_ctrl_c,
     if_none_can_start,
     node_loss,
 )
@@ -62,11 +64,12 @@ class FailureHandler:
                 return
 
         # Then the attempt, which is over. A smaller micro-batch is asked for only a few times, so that does not count.
-        state.decided = after_failure(failure, self._situation(now))
+        situation = replace(self._situation(now), reached_timeout=reached_timeout)
+        state.decided = after_failure(failure, situation)
         if isinstance(state.decided, Restart) and not failure.traits.asks_for_smaller_micro_batch:
             state.restarts.count(now, hang=reached_timeout)
 
-        self._show_failure_on_all_nodes(failure, state.decided, now, reached_timeout)
+        self._show_failure_on_all_nodes(failure, state.decided, now)
         if isinstance(state.decided, UndoResize):
             self._save_requests.undo_resize()
 
@@ -74,13 +77,11 @@ class FailureHandler:
         if state.status is not JobStatus.JOIN:
             self.order_kill(now)
 
-    def _show_failure_on_all_nodes(
-        self, failure: Failure, decision: Decision, now: float, reached_timeout: bool
-    ) -> None:
+    def _show_failure_on_all_nodes(self, failure: Failure, decision: Decision, now: float) -> None:
         """Show the failure that ends the attempt on the screens of all nodes, and what follows it."""
         match decision:
             case Restart():
-                self.announce(failure, self._describe_restart(failure, now, reached_timeout))
+                self.announce(failure, self._describe_restart(decision, failure, now))
 
             # Ranks that took too long to save have not failed: the lines say what they were doing.
             case Continue():
@@ -101,9 +102,14 @@ class FailureHandler:
             case _:
                 assert_never(decision)
 
-    def follow_request(self, now: float, typed_twice: bool = False) -> None:
+    def follow_request(self, now: float) -> None:
         """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
-        self._state.decided = after_request(self._situation(now), typed_twice, self._state.decided_end)
+        self._state.decided = after_request(self._situation(now), self._state.decided_end)
+
+    def end_at_once(self, now: float) -> None:
+        """End the job after a second Ctrl-C, without a save."""
+        self._state.decided = after_second_ctrl_c(self._situation(now))
+        self.order_kill(now)
 
     def end_without_attempt(self, problem: str, now: float) -> None:
         """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
@@ -186,7 +192,7 @@ class FailureHandler:
 
     # ---- the announcement ----
 
-    def _describe_restart(self, failure: Failure, now: float, reached_timeout: bool) -> str:
+    def _describe_restart(self, restart: Restart, failure: Failure, now: float) -> str:
         """Describe the restart that was just counted."""
         state = self._state
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
@@ -202,9 +208,8 @@ class FailureHandler:
         elif in_a_row > 1:
             budget += f", {in_a_row} of {limits.max_in_a_row} in a row without a new checkpoint"
 
-        # Slow work may have been taken for a hang: the next attempt has more time for it.
         more_time = ""
-        if reached_timeout:
+        if restart.longer_timeouts:
             times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
             more_time = f"; hang timeouts are {times} until the next checkpoint"
 

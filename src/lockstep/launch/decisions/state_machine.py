@@ -230,8 +230,7 @@ class JobStateMachine:
         match state.status:
             case JobStatus.RUN | JobStatus.SAVE_AND_EXIT if at_once:
                 state.outbox.announce("second Ctrl-C: killing the ranks")
-                self._failure_handler.follow_request(now, typed_twice=True)
-                self._failure_handler.order_kill(now)
+                self._failure_handler.end_at_once(now)
 
             case JobStatus.RUN:
                 ranks = plural(len(state.attempt.ranks) if state.attempt is not None else 0, "rank")

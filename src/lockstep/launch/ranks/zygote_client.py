@@ -105,10 +105,6 @@ class ZygoteClient:
         """What to wait for: reports of the zygote, if it was started."""
         return [self._socket] if self.alive and self._socket is not None else []
 
-    def fileno(self) -> int:
-        assert self._socket is not None, "wait for `sockets` instead: the process has not started"
-        return self._socket.fileno()
-
     # ---- requests ----
 
     def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, lifeline: int) -> None:

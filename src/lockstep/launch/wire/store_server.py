@@ -1,7 +1,9 @@
 """The server of the ranks' store, in the coordinating launcher of several nodes. `GuardedStore` is the client.
 
-A client must prove to the `Acceptor` that it knows the key of this attempt, which nodes derive from the job's secret.
-Torch's TCPStore has no such check: any process that reaches its port can list, change and delete the keys.
+Torch's TCPStore is not enough: any process that reaches its port can list, change and delete the keys, and the ranks
+connect to whatever addresses they find there. So a client must prove to the `Acceptor` that it knows the key of this
+attempt, which nodes derive from the job's secret. Nor could the launcher serve a TCPStore, because it does not import
+torch; and one that rank 0 serves would end with rank 0, and needs a port that is still free when rank 0 has started.
 """
 
 from __future__ import annotations

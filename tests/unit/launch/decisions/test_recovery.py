@@ -18,6 +18,7 @@ from lockstep.launch.decisions.recovery import (
     UndoResize,
     after_failure,
     after_request,
+    after_second_ctrl_c,
     if_none_can_start,
     node_loss,
 )
@@ -59,6 +60,7 @@ SPARE = NodeSituation(in_job=True, can_be_spared=True)
         (RAISED, SAVED, Restart()),
         (PEER_LOST, UNSAVED, Restart()),
         (HANG, UNSAVED, Restart()),
+        (HANG, replace(UNSAVED, reached_timeout=True), Restart(longer_timeouts=True)),
         (DEADLOCK, SAVED, Restart()),
         (DEADLOCK, UNSAVED, End(JobEnd(ExitCode.FAILED, DEADLOCK), RECURS)),
         (HANG, replace(SAVED, settings=STOP), End(JobEnd(ExitCode.FAILED, HANG), "hang.action is stop")),
@@ -113,19 +115,19 @@ def test_the_rules_for_failures(failure, situation, decision):
         (UNSAVED, {}, Continue()),
         (replace(UNSAVED, **ASKED), {}, EndPreempted()),
         (replace(SAVED, **ASKED), {"decided_end": FAILED}, FAILED),
-        (
-            replace(SAVED, **ASKED),
-            {"typed_twice": True, "decided_end": FAILED},
-            End(JobEnd(ExitCode.RESTART), "Ctrl-C was typed twice"),
-        ),
     ],
 )
 def test_the_rules_for_requests(situation, arguments, decision):
     assert after_request(situation, **arguments) == decision
 
 
+def test_a_second_ctrl_c_ends_the_job_with_the_code_of_the_first_signal():
+    end = End(JobEnd(ExitCode.RESTART), "Ctrl-C was typed twice")
+    assert after_second_ctrl_c(replace(SAVED, **ASKED)) == end
+
+
 @pytest.mark.parametrize(
-    ("failure", "node", "drop"),
+    ("failure", "node", "loss"),
     [
         (LOST, NEEDED, NodeLoss()),
         (LOST, GONE, None),
@@ -135,8 +137,8 @@ def test_the_rules_for_requests(situation, arguments, decision):
         (KILLED, SPARE, None),
     ],
 )
-def test_which_nodes_the_job_does_without(failure, node, drop):
-    assert node_loss(failure, node) == drop
+def test_which_nodes_the_job_does_without(failure, node, loss):
+    assert node_loss(failure, node) == loss
 
 
 def test_how_a_job_ends_whose_nodes_are_too_few():
