@@ -57,9 +57,8 @@ class FailureHandler:
         state = self._state
         loss = node_loss(failure, self._node_situation(failure.node))
         if loss is not None:
-            ran_ranks = self._ran_ranks(failure.node)
             failure = self._lose_node(failure, loss, now)
-            if not ran_ranks:
+            if not self._has_running_ranks(failure.node):
                 self._go_on_without(failure, now)
                 return
 
@@ -81,7 +80,7 @@ class FailureHandler:
         """Show the failure that ends the attempt on the screens of all nodes, and what follows it."""
         match decision:
             case Restart():
-                self.announce(failure, self._describe_restart(decision, failure, now))
+                self.announce_failure(failure, self._describe_restart(decision, failure, now))
 
             # Ranks that took too long to save have not failed: the lines say what they were doing.
             case Continue():
@@ -91,13 +90,13 @@ class FailureHandler:
 
             # The size to which the job returns is announced when it is known.
             case UndoResize():
-                self.announce(failure)
+                self.announce_failure(failure)
 
             case EndPreempted():
-                self.announce(failure, f"not restarted: {decision.reason}")
+                self.announce_failure(failure, f"not restarted: {decision.reason}")
 
             case End():
-                self.announce(failure, self._describe_end(decision, failure))
+                self.announce_failure(failure, self._describe_end(decision, failure))
 
             case _:
                 assert_never(decision)
@@ -176,7 +175,7 @@ class FailureHandler:
 
         return failure
 
-    def _ran_ranks(self, node: int | None) -> bool:
+    def _has_running_ranks(self, node: int | None) -> bool:
         """Return whether ranks still run on the node that is lost."""
         attempt = self._state.active_attempt
         if attempt is None or node is None:
@@ -223,7 +222,7 @@ class FailureHandler:
 
         return f"not restarted: {end.reason}{hint}"
 
-    def announce(self, failure: Failure, what_follows: str = "") -> None:
+    def announce_failure(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
         # Only ranks that run can end because of it.
         attempt = self._state.active_attempt

@@ -56,7 +56,8 @@ class SaveRequests:
 
     def include_new_node(self, now: float) -> None:
         """Have running ranks save, so that the next attempt can include a node that has joined."""
-        if self._state.status is JobStatus.RUN:
+        # If a rank has failed, they cannot save together any more. The restart includes the node.
+        if self._state.status is JobStatus.RUN and self._state.healthy_attempt is not None:
             self._state.outbox.announce("asking the ranks to save, to continue with the new node")
             self.ask_ranks(now)
 

@@ -165,13 +165,13 @@ class JobStateMachine:
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self._state.last_attempt_number is None:
-            self._failure_handler.announce(failure)
+            self._failure_handler.announce_failure(failure)
             return
 
         # The job had failed, or was asked to exit, and its ranks are gone by now: `NextAttempt` ends it.
         decided = self._state.decided
         if isinstance(decided, End | EndPreempted):
-            self._failure_handler.announce(failure, f"not restarted: {decided.reason}")
+            self._failure_handler.announce_failure(failure, f"not restarted: {decided.reason}")
             return
 
         self._failure_handler.handle(failure, now)

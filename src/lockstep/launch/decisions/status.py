@@ -18,7 +18,7 @@ class JobStatus(Enum):
 # What may follow each status, and why.
 TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
     JobStatus.JOIN: {
-        JobStatus.RUN,  # all nodes that may join are there; or enough, and none came for 3 s, or 30 s are over
+        JobStatus.RUN,  # all nodes that may join are there; or enough, and the wait for more is over
         JobStatus.OVER,  # too few nodes came in time, or are left after an attempt; or the end was decided
     },
     JobStatus.RUN: {

@@ -160,12 +160,19 @@ class ZygoteClient:
         if self._process is None:
             self._try_again()
 
+        # The reports come first: a launcher that was halted itself finds answers that came meanwhile.
+        changes = self._read_reports()
+
         # A zygote that is halted, or stalls in an import, answers no request.
         timeout = ANSWER_S if self.ready else READY_S
         if self.alive and self._awaits_answer and time.monotonic() - self._since > timeout:
             self._imports_too_long = not self.ready
             self.kill_zygote()
 
+        return changes
+
+    def _read_reports(self) -> list[RankChange]:
+        """Read what the zygote has reported, and note what that says about the zygote itself."""
         if not self.alive or self._lines is None:
             return []
 

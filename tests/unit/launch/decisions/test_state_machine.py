@@ -966,6 +966,21 @@ def test_an_error_while_all_nodes_are_well_is_just_that():
     assert "rank 0 on host-0" in stage.said
 
 
+def test_a_node_that_joins_as_the_ranks_fail_is_in_the_next_attempt():
+    """The ranks were asked to save, which they could not do any more, and the screen said so."""
+    stage = Stage(TWO, Bounds(1, 2))
+    stage.tick(3.0)
+    stage.exit(0, 1, **LOST)
+    stage.join(1)
+    stage.tick()
+    assert "asking the ranks to save" not in stage.said
+    assert stage.sent(SaveAndExit) == []
+    stage.tick(5.0)
+    assert stage.sent(Kill) == [0]
+    stage.ranks_gone(0)
+    assert StartAttempt(1, {0: 2, 1: 2}) in stage.tick()
+
+
 def test_a_node_lost_while_the_others_stop():
     stage = nodes(2, 3, 3)
     stage.tick()
