@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from lockstep.clusters.hosts import Event, Host, Login, login_words, split_ssh
-from lockstep.clusters.tether import HEARTBEAT_S, SAVE_S
+from lockstep.clusters.tether import BEAT_S, SAVE_S
 from lockstep.clusters.tether_messages import (
     Answer,
     Beat,
@@ -97,7 +97,7 @@ class Logins:
     def _keep_beating(self) -> None:
         """Send beats until the context ends. Runs in a thread."""
         self._beat()
-        while not self._closed.wait(HEARTBEAT_S):
+        while not self._closed.wait(BEAT_S):
             self._beat()
 
     def _beat(self) -> None:

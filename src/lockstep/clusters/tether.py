@@ -48,7 +48,7 @@ from lockstep.runtime.host.network import address_family, addresses_of_interface
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 # How often the command that logged in says that it lives, and the silence after which a tether counts as broken.
-HEARTBEAT_S = 5.0
+BEAT_S = 5.0
 SILENCE_S = 20.0
 
 # How long the launcher may take to save once its tether has broken. Together with the time that the kernel needs to

@@ -12,7 +12,7 @@ import pytest
 from lockstep.config.sections import HangConfig
 from lockstep.errors import listed_ranks
 from lockstep.launch.decisions import job_nodes
-from lockstep.launch.decisions.commands import LINES_PER_S, NodeNews, Outbox
+from lockstep.launch.decisions.commands import LINES_PER_SECOND, NodeNews, Outbox
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP, analyse
 from lockstep.launch.hangs.suspicion import RankView, suspect
@@ -80,7 +80,7 @@ def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     news = NodeNews(outbox)
     for number in range(100):
         news.announce("joined", f"host-{number}", f"node {number} joined", now=10.0)
-    assert len(outbox.take()) == LINES_PER_S
+    assert len(outbox.take()) == LINES_PER_SECOND
     news.sum_up(10.5, 100)
     assert outbox.take() == []
     news.sum_up(11.0, 100)

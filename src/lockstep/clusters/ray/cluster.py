@@ -19,9 +19,6 @@ from typing import Any
 from lockstep.clusters.ray.actor import ActorReport, NodeActor
 from lockstep.errors import UserError, plural
 
-# How long the address of a cluster may take to accept a connection.
-CONNECT_S = 10.0
-
 # What one node must have: the name of a resource, as Ray spells it, and how much of it.
 Need = Mapping[str, float]
 
@@ -162,7 +159,7 @@ def _connect(address: str) -> None:
     host, _, port = where.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
         except OSError as error:
             raise OSError(f"{where}: {error.strerror or error}") from None
 

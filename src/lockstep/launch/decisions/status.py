@@ -34,7 +34,7 @@ TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
     JobStatus.KILL: {
         JobStatus.KILL,  # the next attempt could not import the program
         JobStatus.JOIN,  # all ranks are gone, or their nodes are given up
-        JobStatus.OVER,  # ranks of the coordinating node do not die
+        JobStatus.OVER,  # ranks of the coordinating node do not end
     },
     JobStatus.OVER: set(),
 }
