@@ -1,7 +1,7 @@
 """The times of the launcher that depend on each other, each after those that it depends on.
 
-A time on which nothing else depends is where it is used. What must be shorter than what is checked at the end of this
-page, with the reasons.
+A time on which nothing else depends is where it is used. The table at the end says which times must be shorter than
+others, and why; it is checked when this module is imported.
 """
 
 from __future__ import annotations
