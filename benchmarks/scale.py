@@ -43,10 +43,10 @@ from lockstep.checkpoint.saving.snapshot import Snapshot
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
-from lockstep.launch.nodes.roles import Membership
+from lockstep.launch.nodes.roles import JoinedTerm
 from lockstep.launch.nodes.search import SEARCH_RETRY_S
+from lockstep.launch.times import LOOP_S
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.sockets import wait_readable
@@ -83,7 +83,7 @@ def be_patient(seconds: float) -> None:
     """
     simulated_nodes.HEARTBEAT_S = seconds / 20
     connections.LOST_AFTER_S = seconds
-    next_attempt.START_S = failure_handler.NODES_KILL_S = hang_check.NODES_STACKS_S = seconds
+    next_attempt.START_S = failure_handler.NODES_KILL_S = hang_check.LOST_AFTER_S = seconds
 
 
 # ---- a job ----------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def takeover_of(nodes: int, ranks: int) -> tuple[str, str]:
 
         lowest = others.lose_coordinator()
         assert lowest.term is not None
-        last = Membership(lowest.term, lowest.number or 0, lowest.state, "127.0.0.1")
+        last = JoinedTerm(lowest.term, lowest.number or 0, lowest.state, "127.0.0.1")
         second = context.Process(target=succeed, args=(folder, nodes, ranks, last, theirs))
         second.start()
         try:
@@ -212,7 +212,7 @@ def takeover_of(nodes: int, ranks: int) -> tuple[str, str]:
             second.kill()
 
 
-def succeed(folder: Path, nodes: int, ranks: int, last: Membership, control: Pipe) -> None:
+def succeed(folder: Path, nodes: int, ranks: int, last: JoinedTerm, control: Pipe) -> None:
     """Take over from a coordinator that is lost, and answer what that has cost so far."""
     control.send(own_usage())
     threading.Thread(target=answer_usage, args=[control], daemon=True).start()
@@ -251,7 +251,7 @@ def serve(listener: socket.socket, start: Start, control: Pipe) -> None:
     server = StoreServer(listener, store_secret(SECRET, start.rendezvous.store_nonce), start.world_size, print)
     while True:
         now = time.monotonic()
-        wait_readable([control, *server.sockets(now)], WAIT_S)
+        wait_readable([control, *server.sockets(now)], LOOP_S)
         server.poll(now)
         if control.poll():
             control.recv()

@@ -28,9 +28,9 @@ from lockstep.launch.failure import RankExit
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes.roles import CoordinatorRole, Membership
-from lockstep.launch.nodes.search import SEARCH_RETRY_S, STAGGER_S, Search
-from lockstep.launch.times import LOST_AFTER_S
+from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm
+from lockstep.launch.nodes.search import SEARCH_RETRY_S, Search
+from lockstep.launch.times import LOST_AFTER_S, STAGGER_S
 from lockstep.launch.wire.connections import (
     Connection,
     ConnectionLost,
@@ -212,7 +212,7 @@ def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator
     return coordinator, agent, address
 
 
-def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> tuple[Coordinator, SimulatedAgent]:
+def make_successor(run_dir: Path, nodes: int, ranks: int, last: JoinedTerm) -> tuple[Coordinator, SimulatedAgent]:
     """Wait until the lost coordinator may be succeeded, as a real node does, and return the new one."""
     job = make_job(run_dir, nodes, ranks, last.term.address)
     agent = SimulatedAgent(job.nproc)

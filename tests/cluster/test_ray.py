@@ -33,11 +33,11 @@ HANG_S = 600.0
 # Long enough to be disturbed several times on an idle machine, too: a new node needs seconds to join.
 STEPS = 1200
 JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "evaluate.every=10000")
-AGENT = "lockstep.clusters.ray.agent"
+ACTOR = "lockstep.clusters.ray.actor"
 
 
 class Cluster:
-    """A Ray cluster on this machine: a head that runs no agents, and nodes with two CPUs each."""
+    """A Ray cluster on this machine: a head that runs no actors, and nodes with two CPUs each."""
 
     def __init__(self) -> None:
         self._ray = cluster_utils.Cluster(
@@ -65,9 +65,9 @@ class Cluster:
         """Kill a node, as a power cut does."""
         self._ray.remove_node(node, allow_graceful=False)
 
-    def node_of(self, agent: psutil.Process):
-        """Return the node on which an agent runs: its actor is a child of the node's raylet."""
-        return self.node_with(agent.parent().ppid())
+    def node_of(self, actor: psutil.Process):
+        """Return the node on which an actor runs: its actor is a child of the node's raylet."""
+        return self.node_with(actor.parent().ppid())
 
     def node_with(self, raylet: int):
         for node in self._ray.worker_nodes:
@@ -160,27 +160,27 @@ class Job:
         metrics = self.run / "metrics.jsonl"
         return metrics.exists() and metrics.stat().st_size > 0
 
-    def agents(self) -> list[psutil.Process]:
+    def actors(self) -> list[psutil.Process]:
         """The launchers of this job."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if AGENT in words and f"run_dir={self.run}" in words:
+            if ACTOR in words and f"run_dir={self.run}" in words:
                 found.append(process)
         return found
 
     def coordinating(self) -> psutil.Process | None:
         term = election.newest_term(self.run)
         port = int(term.address.rpartition(":")[2]) if term else -1
-        for agent in self.agents():
-            listening = [at.laddr.port for at in agent.net_connections() if at.status == psutil.CONN_LISTEN]
+        for actor in self.actors():
+            listening = [at.laddr.port for at in actor.net_connections() if at.status == psutil.CONN_LISTEN]
             if port in listening:
-                return agent
+                return actor
         return None
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the job but the driver."""
-        return [process for agent in self.agents() for process in (agent, *agent.children(recursive=True))]
+        return [process for actor in self.actors() for process in (actor, *actor.children(recursive=True))]
 
     def wait(self) -> int:
         try:
@@ -204,16 +204,16 @@ def test_nodes_are_lost_and_replaced_and_the_bits_are_those_of_a_calm_run(cluste
     cluster.nodes(3)
     job = Job(cluster, tmp_path / "run", "--nnodes", "1:3")
     job.reaches(20)
-    _until(lambda: len(job.agents()) == 3, job)
+    _until(lambda: len(job.actors()) == 3, job)
 
     # A node that only follows, then a new one, then the one that coordinates.
     coordinating = job.coordinating()
     assert coordinating is not None
-    follower = next(agent for agent in job.agents() if agent.pid != coordinating.pid)
+    follower = next(actor for actor in job.actors() if actor.pid != coordinating.pid)
     cluster.remove(cluster.node_of(follower))
-    _until(lambda: "vanished" in job.said and len(job.agents()) == 2, job)
+    _until(lambda: ") is lost: " in job.said and len(job.actors()) == 2, job)
     cluster.add()
-    _until(lambda: len(job.agents()) == 3, job)
+    _until(lambda: len(job.actors()) == 3, job)
     _until(lambda: "asking the ranks to save, to continue with the new node" in job.said, job)
     step = newest_step(job.run / "checkpoints") or 0
     job.reaches(step + 10)
@@ -234,7 +234,7 @@ def test_a_job_with_a_fixed_number_of_nodes_waits_for_another_one(cluster, undis
     job.reaches(20)
     coordinating = job.coordinating()
     assert coordinating is not None
-    cluster.remove(cluster.node_of(next(agent for agent in job.agents() if agent.pid != coordinating.pid)))
+    cluster.remove(cluster.node_of(next(actor for actor in job.actors() if actor.pid != coordinating.pid)))
     _until(lambda: "too few nodes were left" in job.said, job)
     _until(lambda: "1 node is ready of 2 that are needed" in job.said, job)
     cluster.add()
@@ -247,19 +247,19 @@ def test_a_job_grows_to_a_new_node_and_leaves_one_that_ray_takes_away_after_a_sa
     job = Job(cluster, tmp_path / "run", "--nnodes", "1:3")
     job.reaches(20)
     cluster.add()
-    _until(lambda: len(job.agents()) == 3 and "continue with the new node" in job.said, job)
+    _until(lambda: len(job.actors()) == 3 and "continue with the new node" in job.said, job)
     job.reaches((newest_step(job.run / "checkpoints") or 0) + 10)
     coordinating = job.coordinating()
     assert coordinating is not None
     node = cluster.node_of(coordinating)
     cluster.drain(node, 60)
     _until(lambda: "saving, to go on without it" in job.said and "to resume" in job.said, job)
-    _until(lambda: gone([coordinating]) and len(job.agents()) == 2, job)
+    _until(lambda: gone([coordinating]) and len(job.actors()) == 2, job)
 
     # It takes one of two new nodes, and leaves the other to others, also when the drained one is gone.
     for _ in range(2):
         cluster.add()
-    _until(lambda: len(job.agents()) == 3, job)
+    _until(lambda: len(job.actors()) == 3, job)
     cluster.remove(node)
     job.reaches((newest_step(job.run / "checkpoints") or 0) + 20)
     assert cluster.idle() == 1
@@ -272,17 +272,17 @@ def test_a_stopped_driver_saves_and_a_killed_one_leaves_no_process(cluster, undi
     cluster.nodes(2)
     job = Job(cluster, tmp_path / "run", "--nnodes", "1:2")
     job.reaches(20)
-    secret = Path(f"/proc/{job.agents()[0].pid}/environ").read_text().partition("LOCKSTEP_SECRET=")[2][:64]
+    secret = Path(f"/proc/{job.actors()[0].pid}/environ").read_text().partition("LOCKSTEP_SECRET=")[2][:64]
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 75, job.said
     assert "to resume: lockstep launch ray char_lm" in job.said
     assert gone(job.processes())
 
-    # The secret is nowhere but in the memory of the agents.
+    # The secret is nowhere but in the memory of the actors.
     assert len(secret) == 64
     assert secret not in job.said
     logs = [path for path in cluster.logs.rglob("*") if path.is_file()]
-    assert any("NodeAgent" in path.read_text(errors="replace") for path in logs)
+    assert any("NodeActor" in path.read_text(errors="replace") for path in logs)
     assert not [path for path in logs if secret in path.read_text(errors="replace")]
 
     job = Job(cluster, tmp_path / "run", "--nnodes", "1:2")

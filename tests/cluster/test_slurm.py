@@ -282,7 +282,7 @@ def test_the_other_node_goes_on_when_one_is_lost(tmp_path: Path, expected: bytes
     job.until_step(6)
     second_node_fails()
     assert job.finish()["Restarts"] == "0"
-    assert "(node2) vanished: " in job.said
+    assert "(node2) is lost: " in job.said
     assert_same(tmp_path / "run", expected)
 
 

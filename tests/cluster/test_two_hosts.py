@@ -101,7 +101,7 @@ def test_when_the_link_is_cut_both_sides_say_so_and_end(lab, hosts, command, tmp
     finally:
         lab.heal(2)
 
-    assert "node 1 (host2) vanished: no heartbeat for 5 s" in first.text()
+    assert "node 1 (host2) is lost: no heartbeat for 5 s" in first.text()
     assert "not restarted: 1 node left, and 2 needed. To resume from " in first.text()
     assert "the coordinating node host1 (10.77.0.1:" in second.text()
     assert "is lost: no heartbeat for 5 s; the ranks here were killed" in second.text()

@@ -78,7 +78,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
     from lockstep.launch.wire import connections
 
     described = json.loads(sys.argv[1])
-    search.TAKEN_S = described.pop("taken_s", search.TAKEN_S)
+    search.NO_ANSWER_S = described.pop("no_answer_s", search.NO_ANSWER_S)
     lost_after_s = described.pop("lost_after_s", LOST_AFTER_S)
     for module in (connections, search, folder_watch):
         module.LOST_AFTER_S = lost_after_s

@@ -373,7 +373,7 @@ def impatient(monkeypatch, tmp_path):
     """
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
     # A rank that can answer does so sooner.
-    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 60.0)
+    monkeypatch.setattr(local_ranks, "RANKS_ANSWER_S", 60.0)
 
     def be_patient() -> None:
         monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 120.0)
@@ -392,7 +392,7 @@ def in_the_meantime(act) -> None:
 
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch, impatient):
     # The dead rank would not answer in any time, and the stopped process would not say that its ranks have ended.
-    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 0.3)
+    monkeypatch.setattr(local_ranks, "RANKS_ANSWER_S", 0.3)
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
     def hurt() -> None:

@@ -50,7 +50,7 @@ def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
     ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
     second.signal(how)
     assert first.wait() == 75
-    assert "(127.0.0.2) vanished: " in first.said
+    assert "(127.0.0.2) is lost: " in first.said
     assert "not restarted: 1 node left, and 2 needed. To resume from the beginning: type it again" in first.said
     assert not alive(ranks[0])
     if how == signal.SIGSTOP:
@@ -97,7 +97,7 @@ def test_a_newcomer_that_cannot_import_leaves_and_the_job_goes_on(nodes, tmp_pat
         return any(world == "1" and alive(int(pid)) for pid, world in filter(None, ranks))
 
     until(trains_alone)
-    assert first.said.count("(127.0.0.2) was dropped: the process") == 2
+    assert first.said.count("(127.0.0.2) is lost: the process") == 2
     first.signal(signal.SIGTERM)
     assert first.wait() == 75
 
@@ -133,7 +133,7 @@ def test_a_port_that_another_program_has_is_named(nodes):
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=hang_up, args=[other], daemon=True).start()
         port = other.getsockname()[1]
-        (node,) = nodes(1, join=f"127.0.0.1:{port}", taken_s=1.0)
+        (node,) = nodes(1, join=f"127.0.0.1:{port}", no_answer_s=1.0)
         assert node.wait() == 75  # it may be a node of an earlier job, which ends
     assert f"another program on this machine listens at 127.0.0.1:{port}" in node.said
     assert "found: no launcher of this job answered there within 1 s" in node.said

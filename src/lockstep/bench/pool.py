@@ -162,7 +162,7 @@ class Pool:
 
     def poll(self, seconds: float, *files: BinaryIO) -> None:
         """Wait for an answer or for the end of a rank, and note which ranks have ended."""
-        wait_readable([self.zygote, *files], seconds)
+        wait_readable([*self.zygote.sockets, *files], seconds)
 
         # The zygote also reports what started; only ends have a code.
         for change in self.zygote.poll():

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from lockstep.clusters.hosts import Event, Host, Login, login_words, split_ssh
-from lockstep.clusters.tether import HEARTBEAT_S, SAVE_S
+from lockstep.clusters.tether import BEAT_S, SAVE_S
 from lockstep.clusters.tether_messages import (
     Answer,
     Beat,
@@ -31,6 +31,7 @@ from lockstep.clusters.tether_messages import (
     StartTraining,
 )
 from lockstep.errors import ExitCode, Preempted, UserError, printable
+from lockstep.launch.terminal import write
 
 # How long a host may take to answer before the job starts: a login, and an import.
 ANSWER_S = 60.0
@@ -96,7 +97,7 @@ class Logins:
     def _keep_beating(self) -> None:
         """Send beats until the context ends. Runs in a thread."""
         self._beat()
-        while not self._closed.wait(HEARTBEAT_S):
+        while not self._closed.wait(BEAT_S):
             self._beat()
 
     def _beat(self) -> None:
@@ -243,6 +244,9 @@ class _JobWatch:
         self._count_of_signals = 0
         self._first_signal: str | None = None
 
+        # The host that got the last signal. If it is lost before its launcher ends, another one gets it.
+        self._signalled: int | None = None
+
         # Whether the job is about to end: then no host is logged in to again.
         self._ending = False
 
@@ -322,7 +326,7 @@ class _JobWatch:
             return
 
         mark = "" if place == 0 else f"[{self._logins.hosts[place].name}] "
-        print(f"{mark}{line}", file=sys.stderr if is_error else sys.stdout, flush=True)
+        write(f"{mark}{line}\n", sys.stderr if is_error else sys.stdout)
 
     def _handle_answer(self, place: int, answer: Answer) -> None:
         """Note that a launcher has ended, or start it again on a host that is back."""
@@ -361,6 +365,11 @@ class _JobWatch:
             self._again[place] = time.monotonic() + AGAIN_S
         elif not enough:
             self._expect_the_end()
+
+        # Whether the job has heard of the signal is not known. A SIGTERM means nothing new to a job that has; a second
+        # Ctrl-C would keep it from saving.
+        if place == self._signalled:
+            self._signal_first_host("SIGTERM")
 
     def _try_again(self, now: float) -> None:
         """Log in again to the hosts that are due. What a host answers to `look` shows whether it is back."""
@@ -402,11 +411,15 @@ class _JobWatch:
             self._hang_up()
             return
 
+        self._signal_first_host(signal)
+
+    def _signal_first_host(self, signal: str) -> None:
+        """Send a signal to the first host that is left."""
         # To one host alone, whose launcher tells the others: one from each host would count as many signals. None is
         # left if the last one has just ended.
-        first = next((place for place in range(len(self._jobs)) if place not in self._ended), None)
-        if first is not None:
-            self._logins.send(first, PassSignal(signal))
+        self._signalled = next((place for place in range(len(self._jobs)) if place not in self._ended), None)
+        if self._signalled is not None:
+            self._logins.send(self._signalled, PassSignal(signal))
 
     def _code(self) -> int:
         """Return the job's exit code: all launchers of a job have the same one, unless some never knew its end."""
@@ -415,12 +428,13 @@ class _JobWatch:
         order = (ExitCode.FINISHED, ExitCode.REFUSED, ExitCode.INTERRUPTED, ExitCode.RESTART, ExitCode.FAILED)
         known = set(self._ended.values())
         for code in order:
+            # To a host that got it in the place of a lost one, a Ctrl-C is a SIGTERM.
             if code in known:
-                return code
+                return Preempted.code_of(self._first_signal) if code == ExitCode.RESTART else code
 
         # No host could say how it ended: the machines or the network are lost, or the user did not wait for them.
         return Preempted.code_of(self._first_signal)
 
     def _say(self, text: str) -> None:
         """Print a line about the hosts, for the user."""
-        print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
+        write(f"{printable(f'lockstep: {text}')}\n", sys.stderr)

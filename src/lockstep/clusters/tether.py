@@ -48,7 +48,7 @@ from lockstep.runtime.host.network import address_family, addresses_of_interface
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 # How often the command that logged in says that it lives, and the silence after which a tether counts as broken.
-HEARTBEAT_S = 5.0
+BEAT_S = 5.0
 SILENCE_S = 20.0
 
 # How long the launcher may take to save once its tether has broken. Together with the time that the kernel needs to
@@ -60,10 +60,6 @@ OTHERS_S = 2.0
 
 # How long a new login waits for the launcher of an older one, which may not have noticed yet that its tether is broken.
 PREDECESSOR_S = SILENCE_S + SAVE_S + 7.0
-
-# How long another host may take to reach the first one, and to see a file that the first host has just written.
-REACH_S = 5.0
-SEE_S = 5.0
 
 # Ports that the system gives to no outgoing connection by itself, so that a port that is free now is free later.
 PORTS = range(20_000, 32_000)
@@ -118,12 +114,12 @@ def listen(request: Listen) -> socket.socket:
 def try_out(request: TryOut) -> str:
     """Return what keeps this host from joining the first one, or "" if nothing does."""
     try:
-        socket.create_connection((request.address, request.port), REACH_S).close()
+        socket.create_connection((request.address, request.port), 5.0).close()
     except OSError as error:
         return f"it cannot connect to {request.address} port {request.port}: {error.strerror or error}"
 
     # A network file system may take a moment to show a new file.
-    deadline = time.monotonic() + SEE_S
+    deadline = time.monotonic() + 5.0
     while not Path(request.mark).exists():
         if time.monotonic() > deadline:
             return f"it does not see {request.mark}, which the first host has written"

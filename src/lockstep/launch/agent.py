@@ -24,6 +24,7 @@ from lockstep.launch.ranks.post_mortem import LocalRank, examine
 from lockstep.launch.ranks.rank_environment import rank_environment
 from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.ranks.zygote_client import ZygoteClient
+from lockstep.launch.times import RANKS_KILL_S
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
@@ -46,9 +47,6 @@ from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
-
-# How long the zygote may take to say that killed ranks have ended.
-RANKS_KILL_S = 5.0
 
 # How long the agent tries to start a zygote whose process the system refuses. After that the node cannot run ranks.
 START_ZYGOTE_S = 30.0

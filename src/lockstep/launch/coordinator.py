@@ -12,15 +12,15 @@ from functools import partial
 from typing import assert_never
 
 from lockstep.launch.agent import Agent
-from lockstep.launch.decisions.commands import Command, DismissNode, DropNode, RecordEvent, Send, StartAttempt
-from lockstep.launch.decisions.members import Node
+from lockstep.launch.decisions.commands import Command, DismissNode, HangUp, RecordEvent, Send, StartAttempt
+from lockstep.launch.decisions.job_nodes import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.election import Lease
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.terminal import print_line
-from lockstep.launch.times import HEARTBEAT_S, STALLED_LOOP_S
+from lockstep.launch.times import HEARTBEAT_S, LATE_S, LOOP_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Acceptor, Rejection
 from lockstep.launch.wire.connections import ConnectionLost, Hub, local_address
@@ -43,9 +43,6 @@ from lockstep.launch.wire.store_server import AttemptStore
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import RESIZE_REQUEST
 from lockstep.run_folder.resize import size_in
-
-# How long an iteration of the loop waits for something to happen.
-WAIT_S = 0.05
 
 
 class Coordinator:
@@ -144,7 +141,7 @@ class Coordinator:
     def _iterate(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
         now = time.monotonic()
-        wait_readable(self._agent.sockets() + self._hub.sockets(now) + self._store.sockets(now), WAIT_S)
+        wait_readable(self._agent.sockets() + self._hub.sockets(now) + self._store.sockets(now), LOOP_S)
 
         now = time.monotonic()
         messages = self._agent.poll()
@@ -152,7 +149,7 @@ class Coordinator:
         # A coordinator that was superseded must not act on what has arrived. In two cases the thread may not have
         # looked yet: this process was halted, or rank 0 has ended, which ends when it sees a successor itself.
         rank_exited = any(isinstance(message, RankExited) for message in messages)
-        if rank_exited or now - self._watch.last_iteration_at > STALLED_LOOP_S:
+        if rank_exited or now - self._watch.last_iteration_at > LATE_S:
             self._watch.refresh()
 
         if self._watch.superseded:
@@ -257,21 +254,21 @@ class Coordinator:
     # ---- messages of nodes ----
 
     def _receive_from_node(self, node: int, message: Message | ConnectionLost, now: float) -> None:
-        """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
+        """Handle a message from another node. One that sends nonsense is lost; the job continues."""
         match message:
             case ConnectionLost():
-                self._state_machine.node_lost(node, f"vanished: {message}", now)
+                self._state_machine.node_lost(node, str(message), now)
 
             # If it joined twice, the ranks would be asked to save for nothing.
-            case Hello() if node in self._state_machine.state.members.nodes:
-                self._state_machine.drop_node(node, "it asked to join a second time", now)
+            case Hello() if node in self._state_machine.state.nodes.joined:
+                self._state_machine.node_lost(node, "it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 
-            case _ if node not in self._state_machine.state.members.nodes:
+            case _ if node not in self._state_machine.state.nodes.joined:
                 pass  # from a node that was refused, or that is lost
             case _ if problem := problem_with(message, node, self._state_machine.state.attempt):
-                self._state_machine.drop_node(node, f"it sent an invalid message ({problem})", now)
+                self._state_machine.node_lost(node, f"it sent an invalid message ({problem})", now)
 
             # Failures are compared by time, so convert the time to this machine's clock.
             case RankExited():
@@ -288,17 +285,17 @@ class Coordinator:
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        # In the message of a node that was never a member, the number is COORDINATOR.
-        members = state_machine.state.members
+        # In the message of a node that has not joined before, the number is COORDINATOR.
+        nodes = state_machine.state.nodes
         had_number = hello.number != COORDINATOR and hello.term == lease.term.number
-        returns = had_number and hello.number in members.nodes
+        returns = had_number and hello.number in nodes.joined
 
         # A refused node prints the reason and ends, which closes the connection.
         barred = state_machine.state.dismissals.are_too_many(hello.host, now)
-        refused = refusal_of(hello, self._job, full=members.full and not returns, dismissed=barred)
+        refused = refusal_of(hello, self._job, full=nodes.full and not returns, dismissed=barred)
         if refused:
             if returns:
-                state_machine.node_lost(hello.number, "lost its connection and made a new one", now)
+                state_machine.node_lost(hello.number, "it has made a new connection", now)
 
             self._hub.send(node, refused)
             return
@@ -328,8 +325,8 @@ class Coordinator:
             case DismissNode():
                 self._hub.send(command.node, command.ending)
 
-            case DropNode():
-                self._hub.drop(command.node)
+            case HangUp():
+                self._hub.hang_up(command.node)
 
             case RecordEvent():
                 self._watch.record_event(command.event)
@@ -377,4 +374,4 @@ class Coordinator:
 
     def _send_to_nodes(self, message: ToNode) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        self._hub.send_to_all(self._state_machine.state.members.nodes, message)
+        self._hub.send_to_all(self._state_machine.state.nodes.joined, message)

@@ -158,10 +158,11 @@ class Lease(TermFile):
 
     def end(self) -> None:
         """Remove the term file, because the job is over and no node must take over."""
-        self.path.unlink(missing_ok=True)
-
-        # The next job here counts terms from 1 again, and would take these files for its own.
+        # A disk that fails now does not change how the job has ended, which the other nodes know from a message.
         with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+            # The next job here counts terms from 1 again, and would take these files for its own.
             _remove_cut_off_files(self.path.parent, self.term.number)
 
 
@@ -285,15 +286,15 @@ class CounterWatch:
 class TakeoverWatch(CounterWatch):
     """Decides when a node that has lost its connection to the coordinator may take over.
 
-    `number` is the node's own number, `members` are the numbers of all nodes. The counter may stand still for
+    `number` is the node's own number, `nodes` are the numbers of all nodes. The counter may stand still for
     `patience` seconds. Each node waits `stagger` seconds longer than the node numbered below it, so that they do not
     compete. From the node after `MOST_STAGGERED` others on, all wait equally long; the term file admits one of them.
     """
 
-    def __init__(self, number: int, members: list[int], patience: float, stagger: float):
+    def __init__(self, number: int, nodes: list[int], patience: float, stagger: float):
         super().__init__()
         self._number = number
-        self._members = members
+        self._nodes = nodes
         self._patience = patience
         self._stagger = stagger
 
@@ -315,15 +316,15 @@ class TakeoverWatch(CounterWatch):
             return None
 
         # The coordinator's node may be lost. Nodes with lower numbers go first.
-        lower_members = sum(COORDINATOR < number < self._number for number in self._members)
-        if self.still_for(now) >= self._patience + self._longer_than(lower_members):
+        lower_nodes = sum(COORDINATOR < number < self._number for number in self._nodes)
+        if self.still_for(now) >= self._patience + self._longer_than(lower_nodes):
             return f"no sign of life in the run folder for {self.still_for(now):.0f} s"
 
         # The coordinator is alive. If most nodes cannot reach it, it is the coordinator's node that is cut off.
-        members = {COORDINATOR, *self._members}
-        cut_off = cut_off & members
+        nodes = {COORDINATOR, *self._nodes}
+        cut_off = cut_off & nodes
 
-        if 2 * len(cut_off) <= len(members):
+        if 2 * len(cut_off) <= len(nodes):
             self._majority_since = None
             return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.election import Lease, folder_identity
-from lockstep.launch.times import HEARTBEAT_S, LOST_AFTER_S, SCAN_S
+from lockstep.launch.times import HEARTBEAT_S, HELD_UP_S, LOST_AFTER_S
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import CHECKPOINTS
@@ -155,7 +155,7 @@ class FolderWatch:
     def refresh(self) -> None:
         """Have the thread scan now, and wait until it has: a decision must not depend on what was true a second ago.
 
-        If the disk does not answer within SCAN_S, the loop goes on with what was seen last.
+        If the disk does not answer within HELD_UP_S, the loop goes on with what was seen last.
         """
         # Before the thread has begun, no other node waits for this one.
         if self._thread.ident is None:
@@ -165,7 +165,7 @@ class FolderWatch:
         self._requested_scans += 1
         self._awake.set()
         with self._scan_finished:
-            self._scan_finished.wait_for(self._is_answered, SCAN_S)
+            self._scan_finished.wait_for(self._is_answered, HELD_UP_S)
 
     def _is_answered(self) -> bool:
         """Return whether all requests for a scan were answered, or none will be."""

@@ -21,15 +21,21 @@ def shares_log() -> bool:
 
 def print_line(text: str) -> None:
     """Print a text, of one line or more, to stderr. Parts of it may come from ranks and other nodes."""
-    # The reader of a pipe may be gone, as in `lockstep train ... 2>&1 | tee log`. The job goes on without it.
-    try:
-        # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
-        if sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)
+    # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
+    if sys.stdout.isatty():
+        write("\x1b[?25h", sys.stdout)
 
-        print(printable(text), file=sys.stderr, flush=True)
+    write(f"{printable(text)}\n", sys.stderr)
+
+
+def write(text: str, stream: TextIO) -> None:
+    """Write a text at once. The job goes on if nobody reads it."""
+    # The reader of a pipe may be gone, as in `lockstep train ... 2>&1 | tee log`.
+    try:
+        stream.write(text)
+        stream.flush()
     except OSError:
-        point_at_null(sys.stderr)
+        point_at_null(stream)
 
 
 def point_at_null(stream: TextIO) -> None:

@@ -22,7 +22,6 @@ from lockstep.runtime.world import World
 
 SMALL = 2**16  # bytes; below this size the overhead of a message dominates, so small tensors share a message
 SHORT = 512  # bytes of a JSON message that is sent together with its length
-RELEASE_S = 0.05  # within this time, gloo's threads release the tensors of a collective that has ended
 
 
 class Collectives:
@@ -178,7 +177,7 @@ class Collectives:
         has no tensor. What was done since then counts as a part of the pause.
         """
         if self._ended_at is not None:
-            time.sleep(max(0.0, self._ended_at + RELEASE_S - time.monotonic()))
+            time.sleep(max(0.0, self._ended_at + 0.05 - time.monotonic()))
 
 
 def _unpack(message: torch.Tensor, layout: list[Any]) -> list[torch.Tensor]:

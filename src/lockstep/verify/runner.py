@@ -180,7 +180,7 @@ class Runner:
     def _watch(self, running: list[RunningTrial]) -> None:
         """Note which ranks have ended and end the trials that have run out of time."""
         # A report of the zygote ends the wait at once; without one, the clock is checked again.
-        wait_readable([self._zygote], 0.2)
+        wait_readable(self._zygote.sockets, 0.2)
 
         for change in self._zygote.poll():
             if change.code is None:

@@ -8,8 +8,8 @@ import fake_ray
 import pytest
 
 from lockstep.cli import main
-from lockstep.clusters.ray.agent import AgentReport, NodeAgent
-from lockstep.clusters.ray.cluster import AgentLost, RayCluster, RayUnavailable, RemoteAgent
+from lockstep.clusters.ray.actor import ActorReport, NodeActor
+from lockstep.clusters.ray.cluster import ActorHandle, ActorLost, RayCluster, RayUnavailable
 from lockstep.errors import UserError
 
 
@@ -20,7 +20,7 @@ def ray(monkeypatch) -> fake_ray.FakeRay:
 
 @pytest.mark.long
 def test_a_job_is_placed_trained_and_given_back(ray, monkeypatch, tmp_path, capfd):
-    """Everything but Ray is real: the driver, the agent, its launcher and the rank."""
+    """Everything but Ray is real: the driver, the actor, its launcher and the rank."""
     asked = []
     original = ray.placement_group
 
@@ -56,28 +56,28 @@ def test_dead_nodes_do_not_count(ray):
 def test_what_becomes_of_a_question(ray, tmp_path):
     cluster = RayCluster("auto")
     group = cluster.reserve(1, {"CPU": 1.0})
-    agent = cluster.make_agent(group, 0, {"CPU": 1.0}, ("s" * 32, {}, str(tmp_path), str(tmp_path / "missing" / "x")))
-    assert isinstance(agent, RemoteAgent)
-    assert isinstance(ray.actors[0]._made, NodeAgent)
+    actor = cluster.make_actor(group, 0, {"CPU": 1.0}, ("s" * 32, {}, str(tmp_path), str(tmp_path / "missing" / "x")))
+    assert isinstance(actor, ActorHandle)
+    assert isinstance(ray.actors[0]._made, NodeActor)
 
     # An answer that is not there yet is waited for, and not asked for again.
     ray.next_answer = late = fake_ray.Ref("10.0.0.1:29400", ready=False)
-    assert agent.address("127.0.0.1") is None
-    assert agent.address("127.0.0.1") is None
+    assert actor.address("127.0.0.1") is None
+    assert actor.address("127.0.0.1") is None
     late.ready = True
-    assert agent.address("127.0.0.1") == "10.0.0.1:29400"
+    assert actor.address("127.0.0.1") == "10.0.0.1:29400"
 
     # What the user can fix ends like a launcher that refuses; a broken connection proves nothing; an actor may be gone.
-    agent.start(["train", "char_lm"])
-    refusal = agent.poll()
-    assert isinstance(refusal, AgentReport)
+    actor.start(["train", "char_lm"])
+    refusal = actor.poll()
+    assert isinstance(refusal, ActorReport)
     assert refusal.code == 2
     assert "is not shared with" in refusal.lines[0]
     ray.next_answer = fake_ray.Ref(error=fake_ray.ActorUnavailableError("for a moment"))
-    assert agent.poll() is None
-    agent.kill()
-    with pytest.raises(AgentLost, match=r"^The actor died\.$"):
-        agent.poll()
+    assert actor.poll() is None
+    actor.kill()
+    with pytest.raises(ActorLost, match=r"^The actor died\.$"):
+        actor.poll()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_becomes_of_a_question(ray, tmp_path):
         ("placement_group", lambda cluster, group: cluster.reserve(1, {"CPU": 1.0})),
         ("placement_group_table", lambda cluster, group: cluster.placed(group)),
         ("remove_placement_group", lambda cluster, group: cluster.release(group)),
-        ("remote", lambda cluster, group: cluster.make_agent(group, 0, {"CPU": 1.0}, ())),
+        ("remote", lambda cluster, group: cluster.make_actor(group, 0, {"CPU": 1.0}, ())),
     ],
 )
 def test_a_control_service_that_is_away_is_told_from_other_errors(ray, monkeypatch, call, ask):

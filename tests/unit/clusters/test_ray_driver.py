@@ -22,10 +22,10 @@ import pytest
 from lockstep import api
 from lockstep.cli import main
 from lockstep.clusters import ray as platform
-from lockstep.clusters.ray import agent as agents
+from lockstep.clusters.ray import actor as actors
 from lockstep.clusters.ray import driver
-from lockstep.clusters.ray.agent import AgentReport, NodeAgent, TermWatch
-from lockstep.clusters.ray.cluster import AgentLost, RayNode, RayUnavailable, state_of
+from lockstep.clusters.ray.actor import ActorReport, NodeActor, TermWatch
+from lockstep.clusters.ray.cluster import ActorLost, RayNode, RayUnavailable, state_of
 from lockstep.clusters.ray.driver import RayDriver
 from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import JobRequest
@@ -39,8 +39,8 @@ NEED = {"CPU": 2.0}
 
 
 @dataclass(eq=False)
-class FakeAgent:
-    """An agent whose launcher says and does what the test tells it."""
+class FakeActor:
+    """An actor whose launcher says and does what the test tells it."""
 
     host: str
     words: Sequence[str] = ()
@@ -54,7 +54,7 @@ class FakeAgent:
 
     def address(self, host: str) -> str | None:
         if self.lost:
-            raise AgentLost(self.lost)
+            raise ActorLost(self.lost)
         self.coordinates = True
         return f"{host}:29400"
 
@@ -63,14 +63,14 @@ class FakeAgent:
 
     silent: bool = False
 
-    def poll(self) -> AgentReport | None:
+    def poll(self) -> ActorReport | None:
         if self.lost:
-            raise AgentLost(self.lost)
+            raise ActorLost(self.lost)
         if self.silent:
             return None
         lines, self.lines = self.lines, []
         ended_job = self.coordinates and self.code is not None
-        return AgentReport(lines, self.code, self.coordinates, ended_job, self.port_taken)
+        return ActorReport(lines, self.code, self.coordinates, ended_job, self.port_taken)
 
     def signal(self, name: str) -> None:
         self.signals.append(name)
@@ -96,7 +96,7 @@ class FakeCluster:
     def __init__(self, count: int, script: Callable[[FakeCluster, int], None]):
         self.all = {f"n{number}": self.node(number) for number in range(1, count + 1)}
         self.groups: list[Group] = []
-        self.agents: list[FakeAgent] = []
+        self.actors: list[FakeActor] = []
         self._now = 0.0
         self._script = script  # called with the number of the second, once in each
         self._seconds = 0
@@ -107,15 +107,15 @@ class FakeCluster:
 
     # ---- what the test does ----
 
-    def running(self) -> list[FakeAgent]:
-        return [agent for agent in self.agents if agent.code is None and not agent.lost and not agent.killed]
+    def running(self) -> list[FakeActor]:
+        return [actor for actor in self.actors if actor.code is None and not actor.lost and not actor.killed]
 
     def lose(self, host: str) -> None:
         (number,) = [node.id for node in self.all.values() if node.host == host]
         del self.all[number]
-        for agent in self.running():
-            if agent.host == host:
-                agent.lost = "its node died"
+        for actor in self.running():
+            if actor.host == host:
+                actor.lost = "its node died"
         for group in self.groups:
             group.placed = ["" if node == number else node for node in group.placed]
 
@@ -123,8 +123,8 @@ class FakeCluster:
         self.all[number] = replace(self.all[number], drained_at=time.time() + 60)
 
     def end(self, code: int) -> None:
-        for agent in self.running():
-            agent.code = code
+        for actor in self.running():
+            actor.code = code
 
     def held(self) -> set[str]:
         """The hosts of the nodes that the job has reserved."""
@@ -172,9 +172,9 @@ class FakeCluster:
     def release(self, group: Group) -> None:
         group.released = True
 
-    def make_agent(self, group: Group, bundle: int, need, arguments) -> FakeAgent:
-        self.agents.append(FakeAgent(self.all[group.placed[bundle]].host))
-        return self.agents[-1]
+    def make_actor(self, group: Group, bundle: int, need, arguments) -> FakeActor:
+        self.actors.append(FakeActor(self.all[group.placed[bundle]].host))
+        return self.actors[-1]
 
 
 @pytest.fixture
@@ -194,19 +194,19 @@ def run(tmp_path, capfd):
     return play
 
 
-def test_each_node_gets_one_agent_and_all_meet_at_the_first(run):
+def test_each_node_gets_one_actor_and_all_meet_at_the_first(run):
     code, cluster, _ = run(lambda cluster, second: second == 5 and cluster.end(0))
     assert code == 0
-    assert sorted(agent.host for agent in cluster.agents) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
-    assert {tuple(agent.words) for agent in cluster.agents} == {tuple(cluster.agents[0].words)}
-    words = list(cluster.agents[0].words)
+    assert sorted(actor.host for actor in cluster.actors) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert {tuple(actor.words) for actor in cluster.actors} == {tuple(cluster.actors[0].words)}
+    words = list(cluster.actors[0].words)
     assert words[:3] == ["train", "char_lm", "steps=3"]
-    assert words[words.index("--join") + 1] == f"{cluster.agents[0].host}:29400"
+    assert words[words.index("--join") + 1] == f"{cluster.actors[0].host}:29400"
     assert words[words.index("--nnodes") + 1] == "1:3"
     assert words[words.index("--resume") + 1] == "auto"
 
 
-def test_a_lost_agent_is_replaced_when_a_node_comes(run):
+def test_a_lost_actor_is_replaced_when_a_node_comes(run):
     def script(cluster, second):
         match second:
             case 5:
@@ -215,13 +215,13 @@ def test_a_lost_agent_is_replaced_when_a_node_comes(run):
                 assert len(cluster.running()) == 2
                 cluster.all["n4"] = cluster.node(4)
             case 15:
-                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.3", "10.0.0.4"]
+                assert sorted(actor.host for actor in cluster.running()) == ["10.0.0.1", "10.0.0.3", "10.0.0.4"]
                 cluster.end(0)
 
     code, cluster, said = run(script)
     assert code == 0
     assert len(cluster.groups) == 1  # Ray has replaced the bundle
-    assert "the agent on 10.0.0.2 is lost: its node died" in said
+    assert "the actor on 10.0.0.2 is lost: its node died" in said
 
 
 def test_a_job_grows_to_nodes_that_come_later_and_no_further_than_nnodes(run):
@@ -235,7 +235,7 @@ def test_a_job_grows_to_nodes_that_come_later_and_no_further_than_nnodes(run):
     code, cluster, _ = run(script, count=1)
     assert code == 0
     assert [group.node for group in cluster.groups] == [None, "n3", "n6"]
-    assert len({agent.words[-1] for agent in cluster.agents}) == 1
+    assert len({actor.words[-1] for actor in cluster.actors}) == 1
 
 
 def test_a_group_that_has_grown_shrinks_with_its_node(run):
@@ -246,7 +246,7 @@ def test_a_group_that_has_grown_shrinks_with_its_node(run):
             case 6:
                 cluster.lose("10.0.0.2")
             case 10:
-                assert [agent.host for agent in cluster.running()] == ["10.0.0.1"]
+                assert [actor.host for actor in cluster.running()] == ["10.0.0.1"]
                 assert [group.released for group in cluster.groups] == [False, True]
                 cluster.end(0)
 
@@ -259,10 +259,10 @@ def test_a_drained_node_is_left_after_a_save(run):
             case 3:
                 cluster.drain("n2")
             case 6:
-                assert all(agent.signals == ["SIGTERM"] for agent in cluster.running())
+                assert all(actor.signals == ["SIGTERM"] for actor in cluster.running())
                 cluster.end(75)
             case 10:
-                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.3"]
+                assert sorted(actor.host for actor in cluster.running()) == ["10.0.0.1", "10.0.0.3"]
                 cluster.end(0)
 
     code, _, said = run(script)
@@ -284,14 +284,14 @@ def test_after_a_drain_a_job_holds_no_more_nodes_than_it_uses(run):
                 cluster.lose(next(node.host for node in cluster.all.values() if node.drained_at))
             case 20 | 40:
                 assert len(cluster.running()) == 3
-                assert cluster.held() == {agent.host for agent in cluster.running()}
+                assert cluster.held() == {actor.host for actor in cluster.running()}
                 if second == 40:
                     cluster.end(0)
 
     assert run(script, count=6)[0] == 0
 
 
-def test_a_drained_node_on_which_no_agent_runs_is_not_replaced_twice(run):
+def test_a_drained_node_on_which_no_actor_runs_is_not_replaced_twice(run):
     """Ray replaces its bundle itself, when the node is gone."""
 
     def script(cluster, second):
@@ -299,32 +299,32 @@ def test_a_drained_node_on_which_no_agent_runs_is_not_replaced_twice(run):
             case 3:
                 cluster.running()[1].code = 2
             case 4:
-                host = cluster.agents[1].host
+                host = cluster.actors[1].host
                 cluster.drain(next(node.id for node in cluster.all.values() if node.host == host))
             case 30:
                 assert len(cluster.running()) == 2
-                cluster.lose(cluster.agents[1].host)
+                cluster.lose(cluster.actors[1].host)
             case 40:
                 assert len(cluster.running()) == 3
-                assert cluster.held() == {agent.host for agent in cluster.running()}
+                assert cluster.held() == {actor.host for actor in cluster.running()}
                 cluster.end(0)
 
     assert run(script, count=5)[0] == 0
 
 
-def test_a_control_service_that_goes_away_before_the_first_agent_is_waited_for(run, monkeypatch):
-    original = FakeCluster.make_agent
+def test_a_control_service_that_goes_away_before_the_first_actor_is_waited_for(run, monkeypatch):
+    original = FakeCluster.make_actor
 
-    def make_agent(cluster, *arguments):
+    def make_actor(cluster, *arguments):
         if cluster.now() < 5:
             raise RayUnavailable("connection refused")
         return original(cluster, *arguments)
 
-    monkeypatch.setattr(FakeCluster, "make_agent", make_agent)
+    monkeypatch.setattr(FakeCluster, "make_actor", make_actor)
     code, cluster, said = run(lambda cluster, second: second == 60 and cluster.end(0))
     assert code == 0
-    assert len(cluster.agents) == 3
-    assert "no agent could be started: trying again" in said
+    assert len(cluster.actors) == 3
+    assert "no actor could be started: trying again" in said
 
 
 def test_a_job_that_cannot_do_without_a_drained_node_keeps_the_others_until_it_can(run):
@@ -339,7 +339,7 @@ def test_a_job_that_cannot_do_without_a_drained_node_keeps_the_others_until_it_c
                 assert "10.0.0.1" in cluster.held()
                 cluster.all["n3"] = cluster.node(3)
             case 20:
-                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.3"]
+                assert sorted(actor.host for actor in cluster.running()) == ["10.0.0.1", "10.0.0.3"]
                 cluster.end(0)
 
     assert run(script, count=2, nnodes=(2, 2))[0] == 0
@@ -351,7 +351,7 @@ def test_a_control_service_that_is_away_for_a_while_does_not_end_the_job(run):
             cluster.away = second == 5
         if second == 30:
             assert len(cluster.running()) == 3
-            assert [agent.signals for agent in cluster.agents] == [[]] * 3
+            assert [actor.signals for actor in cluster.actors] == [[]] * 3
             cluster.end(0)
 
     code, _, said = run(script)
@@ -364,7 +364,7 @@ def test_a_job_saves_before_ray_gives_up_its_control_service_and_goes_on_when_it
         if second == 5:
             cluster.away = True
         if second == 5 + driver.SAVE_S + 2:
-            assert [agent.signals for agent in cluster.running()] == [["SIGTERM"]] * 3
+            assert [actor.signals for actor in cluster.running()] == [["SIGTERM"]] * 3
             cluster.end(75)
         if second == 60:
             assert not cluster.running()
@@ -392,15 +392,15 @@ def test_a_job_that_failed_is_not_started_again_for_a_launcher_that_was_still_se
 
     def script(cluster, second):
         if second == 3:
-            for agent in cluster.running()[:-searching]:
-                agent.code = 1
-        for agent in cluster.running():
-            if agent.signals:
-                agent.code = 75
+            for actor in cluster.running()[:-searching]:
+                actor.code = 1
+        for actor in cluster.running():
+            if actor.signals:
+                actor.code = 75
 
     code, cluster, _ = run(script)
     assert code == 1
-    assert len(cluster.agents) == 3
+    assert len(cluster.actors) == 3
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -408,14 +408,14 @@ def test_a_job_that_failed_is_not_started_again_for_a_launcher_that_was_still_se
 def test_a_failed_job_is_one_even_if_a_launcher_that_heard_nothing_asks_for_a_restart(run, code, lost):
     def script(cluster, second):
         if second == 3 and lost:
-            cluster.lose(cluster.agents[2].host)
+            cluster.lose(cluster.actors[2].host)
         if second == 5:
             cluster.end(75)
-            cluster.agents[0].code = code
+            cluster.actors[0].code = code
 
     result, cluster, _ = run(script)
     assert result == code
-    assert len(cluster.agents) == 3
+    assert len(cluster.actors) == 3
 
 
 def test_a_launcher_that_failed_for_itself_does_not_speak_for_the_job(run):
@@ -431,8 +431,8 @@ def test_a_launcher_that_failed_for_itself_does_not_speak_for_the_job(run):
 def test_two_launchers_that_fail_while_another_coordinates_are_started_again(run):
     def script(cluster, second):
         if second == 3:
-            for agent in cluster.running()[1:]:
-                agent.code = 1
+            for actor in cluster.running()[1:]:
+                actor.code = 1
         if second == 40:
             assert len(cluster.running()) == 3
             cluster.end(0)
@@ -445,27 +445,27 @@ def test_a_port_that_another_program_has_taken_is_replaced_by_another_one(run):
 
     def script(cluster, second):
         if second == 3:
-            cluster.agents[0].port_taken = True
+            cluster.actors[0].port_taken = True
             cluster.end(2)
         if second == 12:
             assert len(cluster.running()) == 3
             cluster.end(0)
 
-    original = FakeAgent.address
+    original = FakeActor.address
 
-    def address(agent, host):
-        join = original(agent, host)
-        agent.coordinates = len(asked) > 0
-        asked.append(agent)
+    def address(actor, host):
+        join = original(actor, host)
+        actor.coordinates = len(asked) > 0
+        asked.append(actor)
         return join
 
-    asked: list[FakeAgent] = []
+    asked: list[FakeActor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeAgent, "address", address)
+        patch.setattr(FakeActor, "address", address)
         code, cluster, said = run(script)
     assert code == 0
     assert "another program has taken the port of 10.0.0." in said
-    assert len(cluster.agents) == 6
+    assert len(cluster.actors) == 6
 
 
 def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run):
@@ -478,7 +478,7 @@ def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run):
                 assert not cluster.running()
                 cluster.all["n5"] = cluster.node(5)
             case 25:
-                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.5"]
+                assert sorted(actor.host for actor in cluster.running()) == ["10.0.0.1", "10.0.0.5"]
                 cluster.end(0)
 
     code, _, said = run(script, count=2, nnodes=(2, 2))
@@ -511,7 +511,7 @@ def test_a_sigterm_goes_to_all_launchers(run):
         if second == 3:
             signals.append("SIGTERM")
         if second == 6:
-            assert [agent.signals for agent in cluster.running()] == [["SIGTERM"]] * 3
+            assert [actor.signals for actor in cluster.running()] == [["SIGTERM"]] * 3
             cluster.end(75)
 
     assert run(script, signals=signals)[0] == 75
@@ -522,15 +522,15 @@ def test_a_ctrl_c_goes_to_the_launcher_that_coordinates_and_a_second_one_to_all(
     signals: list[str] = []
 
     def script(cluster, second):
-        first, *others = cluster.agents
+        first, *others = cluster.actors
         if second in (3, 8):
             signals.append("SIGINT")
         if second == 6:
             assert first.signals == ["SIGINT"]
-            assert [agent.signals for agent in others] == [[], []]
+            assert [actor.signals for actor in others] == [[], []]
         if second == 10:
             assert first.signals == ["SIGINT"] * 2
-            assert [agent.signals for agent in others] == [["SIGINT"]] * 2
+            assert [actor.signals for actor in others] == [["SIGINT"]] * 2
             cluster.end(130)
 
     assert run(script, signals=signals)[0] == 130
@@ -540,16 +540,16 @@ def test_a_ctrl_c_that_is_lost_with_its_launcher_goes_to_the_successor(run):
     signals: list[str] = []
 
     def script(cluster, second):
-        first, second_agent, third = cluster.agents[:3]
+        first, second_actor, third = cluster.actors[:3]
         if second == 3:
             signals.append("SIGINT")
         if second == 4:
             cluster.lose(first.host)
         if second == 10:
-            assert second_agent.signals == third.signals == []
+            assert second_actor.signals == third.signals == []
             third.coordinates = True
         if second == 12:
-            assert (second_agent.signals, third.signals) == ([], ["SIGINT"])
+            assert (second_actor.signals, third.signals) == ([], ["SIGINT"])
             cluster.end(130)
 
     assert run(script, signals=signals)[0] == 130
@@ -560,10 +560,10 @@ def test_a_ctrl_c_goes_to_all_launchers_if_none_takes_over(run):
 
     def script(cluster, second):
         if second == 3:
-            cluster.lose(cluster.agents[0].host)
+            cluster.lose(cluster.actors[0].host)
             signals.append("SIGINT")
         if second == 3 + driver.TAKEOVER_S + 2:
-            assert [agent.signals for agent in cluster.running()] == [["SIGINT"]] * 2
+            assert [actor.signals for actor in cluster.running()] == [["SIGINT"]] * 2
             cluster.end(130)
 
     assert run(script, signals=signals)[0] == 130
@@ -592,8 +592,8 @@ def test_a_signal_while_waiting_for_nodes_ends_the_driver(run):
 
     code, cluster, said = run(script, count=1, nnodes=(2, 2), signals=signals, wait=100.0)
     assert code == 75
-    assert cluster.agents == []
-    assert "SIGTERM: ended while no agent runs" in said
+    assert cluster.actors == []
+    assert "SIGTERM: ended while no actor runs" in said
 
 
 def test_a_launcher_that_fails_alone_is_started_again_and_the_job_goes_on(run):
@@ -606,31 +606,31 @@ def test_a_launcher_that_fails_alone_is_started_again_and_the_job_goes_on(run):
 
     code, cluster, _ = run(script)
     assert code == 0
-    assert len(cluster.agents) == 4
+    assert len(cluster.actors) == 4
 
 
 def test_a_launcher_that_does_not_end_with_the_job_is_asked_then_killed(run):
     def script(cluster, second):
         if second == 3:
-            for agent in cluster.running()[1:]:
-                agent.code = 0
+            for actor in cluster.running()[1:]:
+                actor.code = 0
 
     code, cluster, said = run(script)
     assert code == 0
-    assert cluster.agents[0].signals == ["SIGTERM"]
+    assert cluster.actors[0].signals == ["SIGTERM"]
     assert "did not end with the job: killed" in said
 
 
-def test_an_agent_that_ray_believes_in_but_that_is_silent_is_waited_for_then_given_up(run):
+def test_an_actor_that_ray_believes_in_but_that_is_silent_is_waited_for_then_given_up(run):
     """The others have ended for want of it. The job must neither hang nor fail for good."""
 
     def script(cluster, second):
         if second == 3:
             cluster.running()[0].silent = True
-            for agent in cluster.running()[1:]:
-                agent.code = 75
+            for actor in cluster.running()[1:]:
+                actor.code = 75
         if second == 200:
-            assert len(cluster.agents) == 4
+            assert len(cluster.actors) == 4
             cluster.end(0)
 
     code, _, said = run(script, count=2, nnodes=(2, 2))
@@ -650,7 +650,7 @@ def test_a_launcher_that_was_killed_is_replaced_at_once(run):
 
     code, cluster, said = run(script)
     assert code == 0
-    assert len(cluster.agents) == 4
+    assert len(cluster.actors) == 4
     assert "is lost: its launcher was ended by SIGKILL" in said
 
 
@@ -673,34 +673,34 @@ def test_a_launcher_that_has_lost_the_others_comes_back(run):
             cluster.running()[1].code = 75
         if second == 40:
             assert len(cluster.running()) == 3
-            assert all(agent.signals == [] for agent in cluster.running())
+            assert all(actor.signals == [] for actor in cluster.running())
             cluster.end(0)
 
     code, cluster, _ = run(script)
     assert code == 0
-    assert len(cluster.agents) == 4
+    assert len(cluster.actors) == 4
 
 
-def test_a_first_agent_that_cannot_be_started_is_tried_elsewhere_and_not_for_ever(run):
+def test_a_first_actor_that_cannot_be_started_is_tried_elsewhere_and_not_for_ever(run):
     """With a pause before each try on the same node, and an end."""
 
-    class Broken(FakeAgent):
+    class Broken(FakeActor):
         def address(self, host: str) -> str | None:
-            raise AgentLost("no module named lockstep")
+            raise ActorLost("no module named lockstep")
 
-    original = FakeCluster.make_agent
+    original = FakeCluster.make_actor
 
-    def make_agent(cluster, *arguments):
+    def make_actor(cluster, *arguments):
         original(cluster, *arguments)
-        cluster.agents[-1] = Broken(cluster.agents[-1].host)
-        return cluster.agents[-1]
+        cluster.actors[-1] = Broken(cluster.actors[-1].host)
+        return cluster.actors[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeCluster, "make_agent", make_agent)
+        patch.setattr(FakeCluster, "make_actor", make_actor)
         code, cluster, said = run(lambda cluster, second: None)
     assert code == 75
-    assert len(cluster.agents) == driver.MOST_ROUNDS + 1
-    assert {agent.host for agent in cluster.agents} == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
+    assert len(cluster.actors) == driver.MOST_ROUNDS + 1
+    assert {actor.host for actor in cluster.actors} == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
     assert cluster.now() > 10
     assert "could not be started: no module named lockstep" in said
 
@@ -711,7 +711,7 @@ def test_a_job_begins_with_fewer_nodes_if_another_job_was_faster(run):
         if second == 1:
             cluster.all["n3"] = cluster.node(3, cpus=0.0)
         if second == 20:
-            assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.2"]
+            assert sorted(actor.host for actor in cluster.running()) == ["10.0.0.1", "10.0.0.2"]
             cluster.end(0)
 
     class Slow(FakeCluster):
@@ -751,6 +751,17 @@ def test_what_all_nodes_say_is_printed_once(capsys):
     assert capsys.readouterr().out.splitlines() == said
 
 
+def test_the_driver_goes_on_if_nobody_reads_what_the_job_says(monkeypatch):
+    """`ray job submit ... | tee log`: when tee died, the driver ended, and killed the job."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        monkeypatch.setattr("sys.stdout", broken)
+        output = MergedOutput()
+        output.add("a", ["step 1"], now=0.0)
+        output.add("a", ["step 2"], now=1.0)
+
+
 def test_a_node_that_takes_over_says_the_same_again(capsys):
     output = MergedOutput()
     output.add("a", ["char_lm  2 ranks"], now=0.0)
@@ -758,7 +769,7 @@ def test_a_node_that_takes_over_says_the_same_again(capsys):
     assert capsys.readouterr().out.splitlines() == ["char_lm  2 ranks"] * 2
 
 
-def test_agents_get_variables_of_the_driver_but_no_secret():
+def test_actors_get_variables_of_the_driver_but_no_secret():
     given = {
         "LOCKSTEP_FAULTS": "[]",
         "NCCL_DEBUG": "INFO",
@@ -832,43 +843,43 @@ def test_a_launcher_says_what_to_type_to_resume_the_whole_job(monkeypatch, tmp_p
     assert RESUME_COMMAND not in _environment_for(1)
 
 
-# ---- the agent --------------------------------------------------------------------------------------------
+# ---- the actor --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def agent(tmp_path):
+def actor(tmp_path):
     (tmp_path / "run" / "launch").mkdir(parents=True)
     marker = tmp_path / "run" / "launch" / "marker"
     marker.touch()
-    made = NodeAgent("s" * 32, {"LOCKSTEP_X": "1"}, str(tmp_path), str(marker))
+    made = NodeActor("s" * 32, {"LOCKSTEP_X": "1"}, str(tmp_path), str(marker))
     yield made
     if made._child is not None:
         made._child.kill()
         made._child.wait()
 
 
-def ended(agent: NodeAgent) -> AgentReport:
+def ended(actor: NodeActor) -> ActorReport:
     lines: list[str] = []
-    while (report := agent.poll()).code is None:
+    while (report := actor.poll()).code is None:
         lines += report.lines
         time.sleep(0.02)
     return replace(report, lines=lines + report.lines)
 
 
-def test_an_agent_reports_what_the_launcher_says_and_its_exit_code(agent):
-    agent.start(["train", "no_such_recipe"])
-    report = ended(agent)
+def test_an_actor_reports_what_the_launcher_says_and_its_exit_code(actor):
+    actor.start(["train", "no_such_recipe"])
+    report = ended(actor)
     assert report.code == 2
     assert "no_such_recipe" in "\n".join(report.lines)
 
 
-def test_the_launcher_gets_the_secret_in_a_variable_and_ends_with_its_agent(tmp_path, agent):
+def test_the_launcher_gets_the_secret_in_a_variable_and_ends_with_its_actor(tmp_path, actor):
     """The kernel kills the launcher when the process of the actor is killed."""
     code = f"""
 import os, signal, time
-from lockstep.clusters.ray import agent
+from lockstep.clusters.ray import actor
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as Ray does
-made = agent.NodeAgent("s" * 32, {{}}, {str(tmp_path)!r}, {str(agent._marker)!r})
+made = actor.NodeActor("s" * 32, {{}}, {str(tmp_path)!r}, {str(actor._marker)!r})
 made.start(["train", "char_lm", "--nproc", "1", "--nnodes", "2", "--join", "127.0.0.1:1", "run_dir=run"])
 print(made._child.pid, flush=True)
 time.sleep(600)
@@ -895,7 +906,7 @@ time.sleep(600)
         os.kill(actor.pid, signal.SIGKILL)
         actor.wait()
     while _lives(child):
-        assert time.monotonic() < deadline, "the launcher outlives its agent"
+        assert time.monotonic() < deadline, "the launcher outlives its actor"
         time.sleep(0.02)
 
 
@@ -906,14 +917,14 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_a_node_without_the_run_folder_is_refused_in_words(agent, tmp_path):
-    agent._marker.unlink()
+def test_a_node_without_the_run_folder_is_refused_in_words(actor, tmp_path):
+    actor._marker.unlink()
     with pytest.raises(UserError, match="is not shared with"):
-        agent.start(["train", "char_lm"])
+        actor.start(["train", "char_lm"])
 
 
 def test_a_node_without_the_working_folder_is_refused_in_words(tmp_path):
-    made = NodeAgent("s" * 32, {}, str(tmp_path / "gone"), str(tmp_path))
+    made = NodeActor("s" * 32, {}, str(tmp_path / "gone"), str(tmp_path))
     with pytest.raises(UserError, match="is not on"):
         made.start(["train", "char_lm"])
 
@@ -933,7 +944,7 @@ def listening(tmp_path):
 
 
 def test_the_launcher_that_listens_where_the_term_file_says_coordinates(listening, tmp_path, monkeypatch):
-    monkeypatch.setattr(agents, "TERM_S", 0.0)
+    monkeypatch.setattr(actors, "TERM_S", 0.0)
     pid, port = listening
     own, other = TermWatch(tmp_path, pid), TermWatch(tmp_path, os.getpid())
     assert not own.coordinates()
@@ -949,7 +960,7 @@ def test_the_launcher_that_listens_where_the_term_file_says_coordinates(listenin
 
 
 def test_a_launcher_that_was_superseded_has_not_ended_the_job(listening, tmp_path, monkeypatch):
-    monkeypatch.setattr(agents, "TERM_S", 0.0)
+    monkeypatch.setattr(actors, "TERM_S", 0.0)
     pid, port = listening
     own = TermWatch(tmp_path, pid)
     assert election.begin_term(tmp_path, None, "a", f"127.0.0.1:{port}")
@@ -959,9 +970,9 @@ def test_a_launcher_that_was_superseded_has_not_ended_the_job(listening, tmp_pat
     assert not own.coordinates()
 
 
-def test_an_agent_says_that_another_program_has_taken_its_port(agent):
-    join = agent.address("127.0.0.1")
+def test_an_actor_says_that_another_program_has_taken_its_port(actor):
+    join = actor.address("127.0.0.1")
     with socket.create_server(("127.0.0.1", int(join.rpartition(":")[2]))):
-        agent.start(["train", "no_such_recipe"])
-        assert ended(agent).port_taken
-    assert not agent.poll().port_taken
+        actor.start(["train", "no_such_recipe"])
+        assert ended(actor).port_taken
+    assert not actor.poll().port_taken

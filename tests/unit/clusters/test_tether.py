@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -210,6 +211,24 @@ def test_a_signal_that_comes_with_the_last_end_has_nobody_to_go_to():
             return event
 
     assert LateSignal(ended(0, 0), ended(1, 0)).watch(least=2) == ExitCode.FINISHED
+
+
+def test_a_signal_that_is_lost_with_its_host_goes_to_another_one():
+    """The job trained on without the host, for hours, and its user waited for it to save."""
+    hosts = FakeLogins("SIGINT", lost(0), ended(1, ExitCode.RESTART))
+    assert hosts.watch(least=1) == ExitCode.INTERRUPTED
+    assert [place for place, request in hosts.sent if request == "PassSignal"] == [0, 1]
+
+
+def test_the_job_goes_on_if_nobody_reads_what_its_hosts_say(monkeypatch):
+    """`lockstep train --nodes ... 2>&1 | tee log`: when tee died, the command ended, and stopped the job everywhere."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        monkeypatch.setattr("sys.stdout", broken)
+        monkeypatch.setattr("sys.stderr", broken)
+        events = [Event(0, 1, "step 1"), Event(1, 1, "a warning", is_error=True), lost(1)]
+        assert FakeLogins(*events, ended(0, 0), ended(1, 0)).watch(least=1) == ExitCode.FINISHED
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", ended(0, 0)])

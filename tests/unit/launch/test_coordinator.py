@@ -13,7 +13,7 @@ from lockstep.files.jsonl import read_jsonl
 from lockstep.launch import coordinator as module
 from lockstep.launch import election, folder_watch
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.decisions.commands import DropNode, RecordEvent, StartAttempt
+from lockstep.launch.decisions.commands import HangUp, RecordEvent, StartAttempt
 from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder_watch import FolderWatch
@@ -176,7 +176,7 @@ class SlowDisk:
 @pytest.fixture
 def slow_disk(monkeypatch):
     disk = SlowDisk()
-    monkeypatch.setattr(folder_watch, "SCAN_S", 0.05)
+    monkeypatch.setattr(folder_watch, "HELD_UP_S", 0.05)
     yield disk
     disk.answers.set()
 
@@ -203,7 +203,7 @@ def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_p
 
     # As soon as the disk answers, so does the thread.
     slow_disk.answers.set()
-    monkeypatch.setattr(folder_watch, "SCAN_S", 60)
+    monkeypatch.setattr(folder_watch, "HELD_UP_S", 60)
     watch.refresh()
     watch.close()
     assert watch.checkpoints == CheckpointFacts(newest_step=4)
@@ -318,7 +318,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._watch.last_iteration_at -= module.STALLED_LOOP_S + 1
+    coordinator._watch.last_iteration_at -= module.LATE_S + 1
     coordinator._iterate()
     assert coordinator._watch.superseded
     assert signals == ["SIGTERM"]  # for the successor
@@ -339,25 +339,25 @@ def test_a_rank_0_that_ended_because_of_a_successor_is_no_failure(started, tmp_p
     assert exits == ([] if superseded else [ended])
 
 
-def test_a_node_that_asks_to_join_twice_is_dropped(started):
+def test_a_node_that_asks_to_join_twice_is_lost(started):
     """It would be admitted again, and running ranks would save and exit for it."""
     coordinator, _ = started([], nnodes=Bounds(2, 3))
     hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity)
     state_machine = coordinator._state_machine
     coordinator._receive_from_node(1, hello, 0.0)
-    assert sorted(state_machine.state.members.nodes) == [0, 1]
+    assert sorted(state_machine.state.nodes.joined) == [0, 1]
 
     coordinator._receive_from_node(1, hello, 1.0)
-    assert sorted(state_machine.state.members.nodes) == [0]
-    assert DropNode(1) in state_machine.take_commands()
+    assert sorted(state_machine.state.nodes.joined) == [0]
+    assert HangUp(1) in state_machine.take_commands()
 
 
 def test_the_coordinator_is_no_node_that_returns(started):
-    """A message that named its number dropped it from its own job, and the other nodes trained on without it."""
+    """A message that named its number removed it from its own job, and the other nodes trained on without it."""
     coordinator, term = started([], nnodes=Bounds(2, 3))
     hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity, term=term.term.number)
     coordinator._receive_from_node(1, hello, 0.0)
-    assert sorted(coordinator._state_machine.state.members.nodes) == [0, 1]
+    assert sorted(coordinator._state_machine.state.nodes.joined) == [0, 1]
 
 
 def test_failures_of_two_machines_are_compared_by_one_clock(started, monkeypatch):

@@ -1,7 +1,9 @@
 """Which node coordinates a job, by the files in its run folder, without any process or clock."""
 
+import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,17 @@ def test_a_job_that_has_ended_is_not_continued(tmp_path):
     first.end()
     assert begin_term(tmp_path, first.term.number, "host-b", "10.0.0.2:29400") is None
     assert election.newest_term(tmp_path) is None
+
+
+def test_a_disk_that_fails_at_the_end_does_not_change_how_the_job_ended(tmp_path, monkeypatch):
+    """The launcher of a job that had finished ended with a traceback, and exit code 1."""
+    term = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
+
+    def fail(path, missing_ok=False):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    term.end()
 
 
 def test_a_job_may_end_between_the_look_and_the_link(tmp_path, monkeypatch):
@@ -116,8 +129,8 @@ def test_a_missing_term_file_differs_from_an_unreadable_one(tmp_path, monkeypatc
 # When a node takes over
 
 
-def watch(number: int, members: list[int]) -> TakeoverWatch:
-    made = TakeoverWatch(number, members, patience=5.0, stagger=2.0)
+def watch(number: int, nodes: list[int]) -> TakeoverWatch:
+    made = TakeoverWatch(number, nodes, patience=5.0, stagger=2.0)
     made.note(1, "0", 100.0)
     return made
 
@@ -132,18 +145,18 @@ def test_a_dead_coordinator_is_replaced_by_the_lowest_number():
 
 def test_the_last_of_many_nodes_does_not_wait_for_minutes():
     """If the nodes with lower numbers are lost as well, a node of a large job still takes over soon."""
-    last, members = watch(1000, list(range(1001))), set(range(1001))
+    last, nodes = watch(1000, list(range(1001))), set(range(1001))
     assert last.reason(set(), 124.0) is None
     assert "no sign of life" in last.reason(set(), 125.0)
 
     # The coordinator lives, but no node can reach it.
     last.note(1, "1", 126.0)
-    assert last.reason(members, 126.0) is None
+    assert last.reason(nodes, 126.0) is None
     for second in range(127, 146):
         last.note(1, str(second), float(second))
-        assert last.reason(members, float(second)) is None
+        assert last.reason(nodes, float(second)) is None
     last.note(1, "146", 146.0)
-    assert last.reason(members, 146.0) == "most nodes cannot reach it"
+    assert last.reason(nodes, 146.0) == "most nodes cannot reach it"
 
 
 def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():

@@ -182,9 +182,9 @@ def test_the_users_frames_come_first_and_ours_are_folded():
 
 
 def test_a_lost_node_has_no_rank_to_name():
-    found = "node 1 (node-b) vanished: no heartbeat for 5 s"
+    found = "node 1 (node-b) is lost: no heartbeat for 5 s"
     text = Failure.by_launcher(LauncherFailure.NODE, found, host="node-b", when=WHEN, node=1).text()
-    assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
+    assert text == "lockstep: node 1 (node-b) is lost: no heartbeat for 5 s (12:03:10)"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.config.sections import HangConfig
 from lockstep.errors import listed_ranks
-from lockstep.launch.decisions import members
-from lockstep.launch.decisions.commands import LINES_PER_S, NodeNews, Outbox
+from lockstep.launch.decisions import job_nodes
+from lockstep.launch.decisions.commands import LINES_PER_SECOND, NodeNews, Outbox
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP, analyse
 from lockstep.launch.hangs.suspicion import RankView, suspect
@@ -36,7 +36,7 @@ def counts_of_a_job(folder: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -
     others = simulated_nodes.Nodes(address, folder, nodes - 1, RANKS)
     others.join(range(1, nodes))
     others.until(lambda: others.all_started(0))
-    monkeypatch.setattr(members, "SETTLE_S", 0.3)  # not before: a pause between two nodes would start the job
+    monkeypatch.setattr(job_nodes, "SETTLE_S", 0.3)  # not before: a pause between two nodes would start the job
     others.lose()
     others.until(lambda: others.all_started(1))
     (folder / "resize").write_text(str(nodes))
@@ -70,7 +70,7 @@ def test_what_a_node_gets_does_not_grow_with_the_number_of_nodes(tmp_path, monke
 def test_the_state_of_many_nodes_is_as_long_as_that_of_few():
     numbers = [*range(500), *range(501, 1000), 2000]
     state = CoordinatorState(ranges(numbers))
-    assert state.members == [[0, 499], [501, 999], [2000, 2000]]
+    assert state.nodes == [[0, 499], [501, 999], [2000, 2000]]
     assert state.numbers == numbers
     assert len(encode(state)) < 300
 
@@ -80,14 +80,14 @@ def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     news = NodeNews(outbox)
     for number in range(100):
         news.announce("joined", f"host-{number}", f"node {number} joined", now=10.0)
-    assert len(outbox.take()) == LINES_PER_S
+    assert len(outbox.take()) == LINES_PER_SECOND
     news.sum_up(10.5, 100)
     assert outbox.take() == []
     news.sum_up(11.0, 100)
     [line] = outbox.take()
     assert line.text.startswith("lockstep: 92 more nodes joined (host-8, host-9, ")
     assert line.text.endswith("and 87 more); 100 nodes now")
-    news.announce("lost", "host-3", "node 3 vanished", now=13.0)
+    news.announce("lost", "host-3", "node 3 is lost", now=13.0)
     assert len(outbox.take()) == 1
 
 

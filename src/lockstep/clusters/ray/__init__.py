@@ -1,4 +1,4 @@
-"""A Ray cluster: one agent per node, in a placement group. This package is not the library: `import ray` is."""
+"""A Ray cluster: one actor per node, in a placement group. This package is not the library: `import ray` is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError
 from lockstep.launch.job import parse_nproc
 
-HELP = "a Ray cluster: one agent per node, replaced when its node is lost; grows and shrinks within --nnodes"
+HELP = "a Ray cluster: one actor per node, replaced when its node is lost; grows and shrinks within --nnodes"
 
 SCRIPT = """\
 #!/bin/sh
@@ -56,7 +56,7 @@ def needed(request: JobRequest, options: argparse.Namespace) -> dict[str, float]
         raise UserError(
             "a node of this job would need nothing",
             "--cpus-per-node 0 and no --gpus-per-node",
-            "ask for a CPU or a GPU at least: Ray places agents by what they need",
+            "ask for a CPU or a GPU at least: Ray places actors by what they need",
         )
 
     return need

@@ -1,7 +1,7 @@
 """All that Lockstep asks of Ray: its nodes, placement groups, and actors.
 
 Ray's control service may be restarting when it is asked. Whatever a call raises then, the driver sees a
-`RayUnavailable`, and goes on with what it knows: agents and launchers do not need that service.
+`RayUnavailable`, and goes on with what it knows: actors and launchers do not need that service.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from lockstep.clusters.ray.agent import AgentReport, NodeAgent
+from lockstep.clusters.ray.actor import ActorReport, NodeActor
 from lockstep.errors import UserError, plural
-
-# How long the address of a cluster may take to accept a connection.
-CONNECT_S = 10.0
 
 # What one node must have: the name of a resource, as Ray spells it, and how much of it.
 Need = Mapping[str, float]
@@ -31,7 +28,7 @@ def _ray(module: str = "") -> Any:
     return import_module(f"ray.{module}" if module else "ray")
 
 
-class AgentLost(Exception):
+class ActorLost(Exception):
     """The actor is gone, or could not do its work; the text says why."""
 
 
@@ -101,10 +98,10 @@ def state_of(node: RayNode, need: Need) -> str:
     return f"{node.host}: {', '.join(parts)}"
 
 
-class RemoteAgent:
+class ActorHandle:
     """The driver's side of an actor. No call waits for the node: it returns None until the answer is there.
 
-    It keeps at most one question under way. The driver asks all agents in turn, several times a second, and must not
+    It keeps at most one question under way. The driver asks all actors in turn, several times a second, and must not
     wait for one of them.
     """
 
@@ -115,15 +112,15 @@ class RemoteAgent:
         self._asked: Any = None
 
     def address(self, host: str) -> str | None:
-        """Return an address of the node where the others can join. Raises AgentLost."""
+        """Return an address of the node where the others can join. Raises ActorLost."""
         return self._answer(self._asked or self._actor.address.remote(host))
 
     def start(self, words: Sequence[str]) -> None:
         """Start the launcher. If that fails, `poll` says so."""
         self._asked = self._actor.start.remote(list(words))
 
-    def poll(self) -> AgentReport | None:
-        """Return what has happened since the last report. Raises AgentLost."""
+    def poll(self) -> ActorReport | None:
+        """Return what has happened since the last report. Raises ActorLost."""
         return self._answer(self._asked or self._actor.poll.remote())
 
     def _answer(self, question: Any) -> Any:
@@ -140,11 +137,11 @@ class RemoteAgent:
         except errors.RayTaskError as error:
             # An error that the user can fix is reported like one of a launcher, with the exit code for it.
             if isinstance(error.cause, UserError):
-                return AgentReport([f"lockstep: {error.cause}"], 2)
+                return ActorReport([f"lockstep: {error.cause}"], 2)
 
-            raise AgentLost(str(error.cause or error)) from None
+            raise ActorLost(str(error.cause or error)) from None
         except errors.RayActorError as error:
-            raise AgentLost(str(error).strip().splitlines()[0]) from None
+            raise ActorLost(str(error).strip().splitlines()[0]) from None
 
     def signal(self, name: str) -> None:
         self._actor.signal.remote(name)
@@ -162,7 +159,7 @@ def _connect(address: str) -> None:
     host, _, port = where.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
         except OSError as error:
             raise OSError(f"{where}: {error.strerror or error}") from None
 
@@ -189,7 +186,7 @@ class RayCluster:
 
         try:
             _connect(address)
-            # The output of the agents comes with their reports.
+            # The output of the actors comes with their reports.
             self._context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
@@ -264,10 +261,10 @@ class RayCluster:
         with _asking():
             _ray("util.placement_group").remove_placement_group(group)
 
-    # ---- agents ----
+    # ---- actors ----
 
-    def make_agent(self, group: Any, bundle: int, need: Need, arguments: Sequence[Any]) -> RemoteAgent:
-        """Make an actor in a bundle, with the arguments of `NodeAgent`. Raises RayUnavailable."""
+    def make_actor(self, group: Any, bundle: int, need: Need, arguments: Sequence[Any]) -> ActorHandle:
+        """Make an actor in a bundle, with the arguments of `NodeActor`. Raises RayUnavailable."""
         strategy = _ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
         others = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
         options = {
@@ -278,7 +275,7 @@ class RayCluster:
             "scheduling_strategy": strategy(group, placement_group_bundle_index=bundle),
         }
         with _asking():
-            return RemoteAgent(_ray().remote(NodeAgent).options(**options).remote(*arguments))
+            return ActorHandle(_ray().remote(NodeActor).options(**options).remote(*arguments))
 
     def close(self) -> None:
         _ray().shutdown()

@@ -1,8 +1,8 @@
-"""The driver of a job on a Ray cluster: where its agents are, and what follows when nodes come and go.
+"""The driver of a job on a Ray cluster: where its actors are, and what follows when nodes come and go.
 
-Ray places the agents, one per node (`placement.py`). The agents' launchers run the job: they find the first failure,
-take over from a lost coordinating node, and restart ranks. What neither does is done here: lost agents are replaced,
-nodes that appear later get an agent, and the job saves before Ray takes a node away. A *round* lasts from the start of
+Ray places the actors, one per node (`placement.py`). The actors' launchers run the job: they find the first failure,
+take over from a lost coordinating node, and restart ranks. What neither does is done here: lost actors are replaced,
+nodes that appear later get an actor, and the job saves before Ray takes a node away. A *round* lasts from the start of
 the launchers until all of them have ended. Another round follows if the job has ended for want of a node, or to leave
 one.
 """
@@ -17,18 +17,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep.clusters.ray.cluster import AgentLost, Need, RayCluster, RayUnavailable
+from lockstep.clusters.ray.cluster import ActorLost, Need, RayCluster, RayUnavailable
 from lockstep.clusters.ray.merged_output import MergedOutput
-from lockstep.clusters.ray.placement import AgentPlacement, Slot
+from lockstep.clusters.ray.placement import ActorPlacement, Slot
 from lockstep.clusters.ray.round import FAILURES, Round
 from lockstep.clusters.request import JobRequest
 from lockstep.errors import ExitCode, Preempted, UserError
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.terminal import print_line
+from lockstep.launch.times import JOIN_S, within_last_hour
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 from lockstep.run_folder.names import LAUNCH
 
-# The pause between two looks at the agents.
+# The pause between two looks at the actors.
 TURN_S = 0.2
 
 # If Ray's control service does not answer for so long, the job saves: Ray itself ends all its processes after a minute.
@@ -37,31 +38,23 @@ SAVE_S = 30.0
 # How long a node may take to take over from a lost one. Then a Ctrl-C goes to all launchers.
 TAKEOVER_S = 20.0
 
-# How long a job waits for nodes that others use, unless --wait says otherwise; and before it says what it waits for.
-WAIT_S = 300.0
-SAY_S = 2.0
-
-# How long Ray may take to start the first actor, on a node where its resources are reserved.
-ACTOR_S = 120.0
-
 # A launcher that ends leaves this long for the others to end as well. If they do not, it has ended for itself alone.
 ALONE_S = 15.0
 
-# An agent that does not answer for so long when the others have ended is given up; Ray may still believe in its node.
+# How long the first actor may say nothing, while Ray starts it on a node where its resources are reserved; and one that
+# is left when the others have ended: Ray may still believe in its node. Then it is given up.
 SILENT_S = 120.0
 
-# A failed agent is replaced after this, and if that one fails within a minute after twice as long, up to a minute.
-RETRY_S = 2.0
+# The longest pause before a failed actor is replaced.
 LONGEST_RETRY_S = 60.0
 
-# For so long after a loss a job that asks to be restarted lacks nodes: its launchers wait five minutes for them.
-LOSS_S = 400.0
+# For so long after a loss a job that asks to be restarted lacks nodes: its launchers wait for them before they end.
+LOSS_S = JOIN_S + 100.0
 
 # Rounds that begin because nodes were lost, in an hour. Each costs a start and the steps since the last checkpoint.
 MOST_ROUNDS = 10
-HOUR_S = 3600.0
 
-# The variables of the driver that the agents get, besides those that begin with one of these.
+# The variables of the driver that the actors get, besides those that begin with one of these.
 PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH")
 PASSED_ON_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
 
@@ -93,15 +86,15 @@ class RayDriver:
         self._signals = signals
         self._output = MergedOutput()
 
-        # Places for agents, and when rounds began because nodes were lost.
-        self._placement = AgentPlacement(cluster, request.nnodes, need)
+        # Places for actors, and when rounds began because nodes were lost.
+        self._placement = ActorPlacement(cluster, request.nnodes, need)
         self._lost_rounds: list[float] = []
 
         # The first signal that this process received, and whether any of them was a Ctrl-C.
         self._stop: str | None = None
         self._interrupted = False
 
-        # What every agent is made with; see `_prepare`.
+        # What every actor is made with; see `_prepare`.
         self._arguments: Sequence[Any] = ()
 
     def run(self) -> int:
@@ -141,7 +134,7 @@ class RayDriver:
                 f"the run folder {run_dir} cannot be written to", error.strerror or str(error), "set another run_dir"
             ) from None
 
-        # A folder that Ray has uploaded has another path on each node, and Ray starts the agents in it. Otherwise it is
+        # A folder that Ray has uploaded has another path on each node, and Ray starts the actors in it. Otherwise it is
         # on a shared disk, and has this path everywhere.
         uploaded = self._cluster.uploaded_folder
         folder = None if uploaded else os.getcwd()
@@ -151,13 +144,13 @@ class RayDriver:
     def _gather(self) -> bool:
         """Wait until enough nodes can be used. Return False if that takes too long, or on a signal."""
         began = self._cluster.now()
-        patience = WAIT_S if self._wait is None else self._wait
+        patience = JOIN_S if self._wait is None else self._wait
         said = False
 
         while True:
             self._placement.look()
             if self._take_signals():
-                print_line(f"lockstep: {self._stop}: ended while no agent runs; to resume: {self._resume_command}")
+                print_line(f"lockstep: {self._stop}: ended while no actor runs; to resume: {self._resume_command}")
                 return False
 
             # If Ray does not answer, the nodes are those of the last look, and some may be gone.
@@ -173,7 +166,7 @@ class RayDriver:
                 return False
 
             # Usually Ray has the nodes at once, and there is nothing to say.
-            if not said and waited >= SAY_S:
+            if not said and waited >= 2.0:
                 said = True
                 print_line(f"lockstep: {self._placement.what_is_missing()}; waiting for {patience:.0f} s at most")
 
@@ -184,14 +177,14 @@ class RayDriver:
     # ---- a round ----
 
     def _run_round(self) -> int | None:
-        """Start the agents, and run until all have ended. Return an exit code, or None if another round follows."""
+        """Start the actors, and run until all have ended. Return an exit code, or None if another round follows."""
         join = self._begin()
         if join is None:
-            return None if self._signals else self._again("no agent could be started: trying again")
+            return None if self._signals else self._again("no actor could be started: trying again")
 
         current = Round(join)
         while True:
-            # See what has happened: to the cluster, to this process, to the agents.
+            # See what has happened: to the cluster, to this process, to the actors.
             self._placement.look()
             for name in self._take_signals():
                 self._pass_on(name, current)
@@ -212,7 +205,7 @@ class RayDriver:
             self._interrupt(current)
             self._end_what_is_left(current)
 
-            # While the job runs, it either saves to leave what Ray takes away, or uses what Ray has: lost agents are
+            # While the job runs, it either saves to leave what Ray takes away, or uses what Ray has: lost actors are
             # replaced, and new nodes get one.
             if current.ended_at is None and not current.leaving and self._stop is None:
                 if reasons := self._reasons_to_leave():
@@ -222,14 +215,14 @@ class RayDriver:
 
                     self._signal_all("SIGTERM")
                 else:
-                    self._start_agents(join)
+                    self._start_actors(join)
                     self._placement.grow()
 
             self._cluster.sleep(TURN_S)
 
     def _begin(self) -> str | None:
-        """Make the first agent, and ask it where the others can join. Return None if it is lost, or on a signal."""
-        # The first agent chooses where all nodes meet, so the others wait for it. It gets the slot that is due first:
+        """Make the first actor, and ask it where the others can join. Return None if it is lost, or on a signal."""
+        # The first actor chooses where all nodes meet, so the others wait for it. It gets the slot that is due first:
         # all of them may have to pause after a failure.
         slot = min(self._placement.usable(), key=lambda slot: slot.not_before)
         while self._cluster.now() < slot.not_before and not self._signals:
@@ -238,36 +231,36 @@ class RayDriver:
         if not self._make(slot):
             return None
 
-        # `make_agent` returns at once: Ray may first have to start a worker process on the node, and unpack the
+        # `make_actor` returns at once: Ray may first have to start a worker process on the node, and unpack the
         # working folder there.
         assert slot.node is not None
-        deadline = self._cluster.now() + ACTOR_S
+        deadline = self._cluster.now() + SILENT_S
         try:
             while (join := slot.running.address(slot.node.host)) is None:
                 if self._signals or self._cluster.now() > deadline:
-                    raise AgentLost("interrupted" if self._signals else f"Ray has not started it in {ACTOR_S:.0f} s")
+                    raise ActorLost("interrupted" if self._signals else f"Ray has not started it in {SILENT_S:.0f} s")
 
                 self._cluster.sleep(TURN_S / 4)
-        except AgentLost as lost:
+        except ActorLost as lost:
             self._drop(slot, f"could not be started: {lost}", retry=True)
             return None
 
         self._start(slot, join)
         return join
 
-    def _start_agents(self, join: str) -> None:
-        """Start an agent in each slot that is free and due. There are no more slots than --nnodes allows."""
+    def _start_actors(self, join: str) -> None:
+        """Start an actor in each slot that is free and due. There are no more slots than --nnodes allows."""
         now = self._cluster.now()
         for slot in self._placement.usable():
             if now >= slot.not_before and self._make(slot):
                 self._start(slot, join)
 
     def _make(self, slot: Slot) -> bool:
-        """Make the agent of a slot. Return False if Ray does not answer."""
-        # As if it had been heard: an agent that Ray is still starting is not a silent one.
+        """Make the actor of a slot. Return False if Ray does not answer."""
+        # As if it had been heard: an actor that Ray is still starting is not a silent one.
         slot.began = slot.heard = self._cluster.now()
         try:
-            slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
+            slot.actor = self._cluster.make_actor(slot.group, slot.bundle, self._need, self._arguments)
         except RayUnavailable as error:
             self._placement.note_silence(error)
             self._pause(slot)
@@ -277,18 +270,18 @@ class RayDriver:
         return True
 
     def _start(self, slot: Slot, join: str) -> None:
-        """Have the agent of a slot start its launcher, which joins the others."""
+        """Have the actor of a slot start its launcher, which joins the others."""
         slot.running.start(self._request.train_command("--join", join, program=()))
 
     def _poll(self, slot: Slot, current: Round) -> None:
-        """Print what the agent's launcher has said, and note its end."""
+        """Print what the actor's launcher has said, and note its end."""
         try:
             # Ray may start an actor that it has not started yet on another node instead.
             if slot.node and slot.node.id not in self._placement.nodes:
-                raise AgentLost("its node is gone")
+                raise ActorLost("its node is gone")
 
             report = slot.running.poll()
-        except AgentLost as lost:
+        except ActorLost as lost:
             self._lose(slot, current, str(lost))
             return
 
@@ -309,18 +302,18 @@ class RayDriver:
             self._drop(slot, "", retry=report.code in FAILURES)
 
     def _lose(self, slot: Slot, current: Round, why: str) -> None:
-        """Note that an agent is lost, with its node or without it. Another one follows."""
+        """Note that an actor is lost, with its node or without it. Another one follows."""
         current.lose(slot, self._cluster.now())
         self._drop(slot, f"is lost: {why}", retry=True)
 
     def _drop(self, slot: Slot, why: str, retry: bool) -> None:
-        """Forget an agent. `retry`: it has failed, and another one follows after a pause."""
+        """Forget an actor. `retry`: it has failed, and another one follows after a pause."""
         if why and slot.node:
-            print_line(f"lockstep: the agent on {slot.node.host} {why}")
+            print_line(f"lockstep: the actor on {slot.node.host} {why}")
 
         # Also one that seems to be lost: its launcher may still run, and would write beside that of its successor.
         slot.running.kill()
-        slot.agent = None
+        slot.actor = None
         if retry:
             self._pause(slot)
         else:
@@ -331,11 +324,11 @@ class RayDriver:
         self._placement.look_again()
 
     def _pause(self, slot: Slot) -> None:
-        """Let some time pass before the next agent of a slot, and more if this one has failed soon."""
-        # 2, 4, 8, ... seconds, as long as agents fail within a minute.
+        """Let some time pass before the next actor of a slot, and more if this one has failed soon."""
+        # 2, 4, 8, ... seconds, as long as actors fail within a minute.
         now = self._cluster.now()
         soon = now - slot.began < LONGEST_RETRY_S
-        slot.not_before = now + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S)
+        slot.not_before = now + min(2.0 * 2**slot.tries, LONGEST_RETRY_S)
         slot.tries = slot.tries + 1 if soon else 0
 
     def _end_what_is_left(self, current: Round) -> None:
@@ -380,7 +373,7 @@ class RayDriver:
                 left = f", in {max(0.0, node.drained_at - time.time()):.0f} s" if node.drained_at else ""
                 reasons.append(f"Ray takes the node {node.host} away{left}: saving, to go on without it")
 
-        # Ray's processes, and with them the agents, end by themselves if the control service stays away.
+        # Ray's processes, and with them the actors, end by themselves if the control service stays away.
         since = self._placement.silent_since
         silent = 0.0 if since is None else self._cluster.now() - since
         if silent >= SAVE_S and not reasons:
@@ -413,8 +406,7 @@ class RayDriver:
         """Return None, for another round after a loss, or an exit code if there were too many of them."""
         # Only rounds that nodes have cost, and only those of the last hour.
         now = self._cluster.now()
-        recent = [when for when in self._lost_rounds if now - when < HOUR_S]
-        self._lost_rounds = [*recent, now]
+        self._lost_rounds = [*within_last_hour(self._lost_rounds, now), now]
 
         # A job that loses nodes again and again does not get anywhere: its user must look.
         if len(self._lost_rounds) > MOST_ROUNDS:
@@ -449,13 +441,13 @@ class RayDriver:
 
     def _interrupt(self, current: Round) -> None:
         """Send a pending Ctrl-C to the launcher that coordinates; to all, if none does for a while."""
-        # It is pending since `_pass_on`, or again since the agent that got it was lost (`Round.lose`).
+        # It is pending since `_pass_on`, or again since the actor that got it was lost (`Round.lose`).
         if current.interrupt_since is None:
             return
 
         coordinator = current.coordinator
         if coordinator in self._placement.active:
-            coordinator.agent.signal("SIGINT")
+            coordinator.actor.signal("SIGINT")
             current.interrupted = coordinator
             current.interrupt_since = None
         elif self._cluster.now() - current.interrupt_since >= TAKEOVER_S:
@@ -468,7 +460,7 @@ class RayDriver:
             slot.running.signal(name)
 
     def _give_back(self) -> None:
-        """End all agents, and give all nodes back to Ray."""
+        """End all actors, and give all nodes back to Ray."""
         for slot in self._placement.active:
             slot.running.kill()
 
@@ -478,7 +470,7 @@ class RayDriver:
 
 
 def environment(env: Mapping[str, str], uploaded: bool) -> dict[str, str]:
-    """Return the driver's variables that agents get. The secret is not one of them: each job has its own.
+    """Return the driver's variables that actors get. The secret is not one of them: each job has its own.
 
     If Ray has `uploaded` the working folder, it has also set the PYTHONPATH of each node, to the copy there.
     """

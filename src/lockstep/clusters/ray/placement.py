@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster that a job has, and those that it may get: slots for agents, in placement groups.
+"""The nodes of a Ray cluster that a job has, and those that it may get: slots for actors, in placement groups.
 
 Ray replaces lost bundles of a placement group. What it does not do is done here: a node that appears later gets a
 placement group for itself, and a bundle on a node that Ray drains is given back if the job can go on without it.
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.clusters.ray.cluster import (
+    ActorHandle,
     Need,
     RayCluster,
     RayNode,
     RayUnavailable,
-    RemoteAgent,
     describe,
     state_of,
     too_small,
@@ -23,19 +23,16 @@ from lockstep.errors import UserError, plural
 from lockstep.launch.job import Bounds
 from lockstep.launch.terminal import print_line
 
-# The pause between two looks at the cluster.
-LOOK_S = 1.0
-
 # What Ray has not given for so long, although it seemed to be free, is not waited for.
 UNPLACED_S = 10.0
 
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one agent: a bundle of a placement group.
+    """A place for one actor: a bundle of a placement group.
 
-    It outlives its agent: after a failure another agent is made in the same bundle, after a pause that grows. Ray may
-    move the bundle to another node meanwhile: `placed` is where it is now, `node` where the last agent was.
+    It outlives its actor: after a failure another actor is made in the same bundle, after a pause that grows. Ray may
+    move the bundle to another node meanwhile: `placed` is where it is now, `node` where the last actor was.
     """
 
     group: Any
@@ -44,21 +41,21 @@ class Slot:
     single_node: bool = False  # the group has this bundle only, on one node
 
     placed: str = ""  # the node where Ray has put the bundle
-    agent: RemoteAgent | None = None
-    node: RayNode | None = None  # where the agent is
-    began: float = 0.0  # when the agent was made
+    actor: ActorHandle | None = None
+    node: RayNode | None = None  # where the actor is
+    began: float = 0.0  # when the actor was made
     heard: float = 0.0  # when it last answered
-    tries: int = 0  # agents that have failed here, one soon after the other
+    tries: int = 0  # actors that have failed here, one soon after the other
     not_before: float = 0.0
 
     @property
-    def running(self) -> RemoteAgent:
-        """The agent, where it is known that there is one, as in the slots of `AgentPlacement.active`."""
-        assert self.agent is not None
-        return self.agent
+    def running(self) -> ActorHandle:
+        """The actor, where it is known that there is one, as in the slots of `ActorPlacement.active`."""
+        assert self.actor is not None
+        return self.actor
 
 
-class AgentPlacement:
+class ActorPlacement:
     """The slots of one job, and the nodes of the cluster as they were seen last.
 
     `bounds` are those of --nnodes; `need` is what each node must have.
@@ -85,7 +82,7 @@ class AgentPlacement:
     def look(self) -> None:
         """Look at the cluster, at most once a second."""
         now = self._cluster.now()
-        if now - self._looked < LOOK_S:
+        if now - self._looked < 1.0:
             return
 
         self._looked = now
@@ -100,7 +97,7 @@ class AgentPlacement:
         self._looked = float("-inf")
 
     def note_silence(self, error: RayUnavailable) -> None:
-        """Go on with what is known of the cluster: agents and launchers do not need Ray's control service."""
+        """Go on with what is known of the cluster: actors and launchers do not need Ray's control service."""
         if self.silent_since is None:
             self.silent_since = self._cluster.now()
             print_line(f"lockstep: Ray's control service does not answer ({error}): going on as before")
@@ -117,10 +114,10 @@ class AgentPlacement:
 
         # A group for one node goes with the node. Ray keeps it otherwise, and would wait for that node for ever.
         for slot in list(self.slots):
-            if not slot.single_node or slot.agent is not None:
+            if not slot.single_node or slot.actor is not None:
                 continue
 
-            # A bundle whose node has gone is nowhere; then the place of its last agent tells which node that was.
+            # A bundle whose node has gone is nowhere; then the place of its last actor tells which node that was.
             where = slot.placed or (slot.node.id if slot.node else "")
             unplaced = not where and now - slot.since >= UNPLACED_S
             leaves = bool(where) and (where not in nodes or self.drained_node(where) is not None)
@@ -170,18 +167,18 @@ class AgentPlacement:
 
     @property
     def active(self) -> list[Slot]:
-        """The slots that have an agent."""
-        return [slot for slot in self.slots if slot.agent is not None]
+        """The slots that have an actor."""
+        return [slot for slot in self.slots if slot.actor is not None]
 
     def usable(self) -> list[Slot]:
-        """Return the slots where an agent may start now: one on each node, and none on a node that has an agent."""
+        """Return the slots where an actor may start now: one on each node, and none on a node that has an actor."""
         # Ray may move a lost bundle of the first group to a node for which the job has a group of its own.
         taken = {slot.node.id for slot in self.active if slot.node}
         usable = []
 
         for slot in self.slots:
             node = self.nodes.get(slot.placed)
-            if slot.agent is not None or node is None or node.drained_at is not None:
+            if slot.actor is not None or node is None or node.drained_at is not None:
                 continue
 
             if node.id not in taken:
@@ -197,7 +194,7 @@ class AgentPlacement:
         return [node for node in staying if node.id in held or node.has_free(self._need)]
 
     def reserve(self) -> None:
-        """Ask Ray for as many nodes as are free now, within --nnodes, instead of what the job has. No agent runs."""
+        """Ask Ray for as many nodes as are free now, within --nnodes, instead of what the job has. No actor runs."""
         # At least the fewest, even if fewer are free: the group then waits in Ray's queue, and an autoscaler sees it.
         count = max(self._bounds.least, min(self._bounds.most, len(self._available())))
 
@@ -243,7 +240,7 @@ class AgentPlacement:
             self.reserve()
 
     def grow(self) -> None:
-        """Ask for a node that has room and no agent, if the job may have more nodes."""
+        """Ask for a node that has room and no actor, if the job may have more nodes."""
         # Ray puts lost bundles of the group there first, and later also those on nodes that are drained.
         waiting = any(slot.placed not in self.nodes for slot in self.slots)
         if waiting or self.silent_since is not None or len(self.slots) >= self._bounds.most:

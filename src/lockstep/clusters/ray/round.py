@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.clusters.ray.agent import AgentReport
+from lockstep.clusters.ray.actor import ActorReport
 from lockstep.errors import ExitCode
 
 FAILURES = (ExitCode.FAILED, ExitCode.REFUSED)
@@ -17,7 +17,7 @@ FAILURES = (ExitCode.FAILED, ExitCode.REFUSED)
 
 @dataclass
 class Round:
-    """What the launchers have reported. The slot of its agent identifies each.
+    """What the launchers have reported. The slot of its actor identifies each.
 
     `join` is the address at which the nodes meet. Times are those of the cluster's clock, in seconds.
     """
@@ -26,7 +26,7 @@ class Round:
     codes: list[int] = field(default_factory=list)
     ended_at: float | None = None  # when the first launcher ended
     asked_others: bool = False  # the job is over, and the launchers that go on were asked to end
-    lost_at: float | None = None  # when an agent was last lost
+    lost_at: float | None = None  # when an actor was last lost
     leaving: bool = False  # the job saves, to go on without a node that is drained
     port_taken: bool = False  # the nodes cannot meet at `join`
 
@@ -39,7 +39,7 @@ class Round:
     interrupted: Any = None
     interrupt_since: float | None = None
 
-    def note(self, slot: Any, report: AgentReport, now: float) -> None:
+    def note(self, slot: Any, report: ActorReport, now: float) -> None:
         """Note what the launcher of a slot has reported."""
         if report.coordinates:
             self.begun = True
@@ -62,7 +62,7 @@ class Round:
         self._forget(slot)
 
     def lose(self, slot: Any, now: float) -> None:
-        """Note that an agent is lost. If it was to stop the job, another one must."""
+        """Note that an actor is lost. If it was to stop the job, another one must."""
         self.lost_at = now
         if self.interrupted is slot and self.job_code is None:
             self.interrupted = None

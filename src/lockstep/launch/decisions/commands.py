@@ -14,7 +14,7 @@ from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import Announce, JobEnd, Order
 
 # How many lines a second all screens show about single nodes that come or go. Each line is a message to every node.
-LINES_PER_S = 8
+LINES_PER_SECOND = 8
 
 # How the nodes that had no line of their own are summed up: one node, several nodes.
 SUMMARIES = {
@@ -48,8 +48,8 @@ class DismissNode:
 
 
 @dataclass(frozen=True)
-class DropNode:
-    """Close the connection to a node that does not belong to the job any more."""
+class HangUp:
+    """Close the connection to a node that is lost."""
 
     node: int
 
@@ -62,7 +62,7 @@ class RecordEvent:
 
 
 # The last two are messages as well: the coordinator also sends them to all other nodes.
-Command = StartAttempt | Send | DismissNode | DropNode | RecordEvent | Announce | JobEnd
+Command = StartAttempt | Send | DismissNode | HangUp | RecordEvent | Announce | JobEnd
 
 
 class Outbox:
@@ -147,7 +147,7 @@ class NodeNews:
             self._lines = 0
 
         self._lines += 1
-        if self._lines <= LINES_PER_S:
+        if self._lines <= LINES_PER_SECOND:
             self._outbox.announce(text)
         else:
             self._left_out.setdefault(what, []).append(host)

@@ -5,33 +5,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
 from lockstep.errors import ExitCode, plural
-from lockstep.launch.decisions.commands import DismissNode, DropNode
+from lockstep.launch.decisions.commands import DismissNode, HangUp
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.recovery import (
     AttemptFacts,
     Continue,
     Decision,
-    Drop,
     End,
     EndPreempted,
+    NodeLoss,
     NodeSituation,
     Restart,
     Situation,
     UndoResize,
     after_failure,
     after_request,
+    after_second_ctrl_c,
     if_none_can_start,
-    node_to_drop,
+    node_loss,
 )
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import NODES_KILL_S, JobStatus
-from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.decisions.status import JobStatus
+from lockstep.launch.failure import Failure
 from lockstep.launch.hangs.suspicion import raise_factor
 from lockstep.launch.job import COORDINATOR
+from lockstep.launch.times import NODES_KILL_S
 from lockstep.launch.wire.messages import JobEnd, Kill
 
 
@@ -51,63 +54,61 @@ class FailureHandler:
         `reached_timeout`: ranks hang, or are slow: the next attempt has more time.
         """
         # First the node. If no rank ran there, the job goes on; otherwise its loss is the failure of the attempt.
-        drop = node_to_drop(failure, self._node_situation(failure.node))
-        if drop is not None:
-            failure = self._drop(failure, drop, now)
-            if not self._ends_attempt(failure):
+        state = self._state
+        loss = node_loss(failure, self._node_situation(failure.node))
+        if loss is not None:
+            failure = self._lose_node(failure, loss, now)
+            if not self._has_running_ranks(failure.node):
                 self._go_on_without(failure, now)
                 return
 
-        # Then the attempt, which is over.
-        decision = after_failure(failure, self._situation(now))
-        self._announce_decision(decision, failure, now, reached_timeout)
+        # Then the attempt, which is over. A smaller micro-batch is asked for only a few times, so that does not count.
+        situation = replace(self._situation(now), reached_timeout=reached_timeout)
+        state.decided = after_failure(failure, situation)
+        if isinstance(state.decided, Restart) and not failure.traits.asks_for_smaller_micro_batch:
+            state.restarts.count(now, hang=reached_timeout)
+
+        self._show_failure_on_all_nodes(failure, state.decided, now)
+        if isinstance(state.decided, UndoResize):
+            self._save_requests.undo_resize()
 
         # In JOIN there are no ranks, and `NextAttempt.tick` carries out the decision.
-        self._state.decided = decision
-        if self._state.status is not JobStatus.JOIN:
+        if state.status is not JobStatus.JOIN:
             self.order_kill(now)
 
-    def _announce_decision(self, decision: Decision, failure: Failure, now: float, reached_timeout: bool) -> None:
-        """Announce a failure of the attempt with the decision about it, and note what the decision changes at once."""
+    def _show_failure_on_all_nodes(self, failure: Failure, decision: Decision, now: float) -> None:
+        """Show the failure that ends the attempt on the screens of all nodes, and what follows it."""
         match decision:
             case Restart():
-                # A smaller micro-batch is asked for only a few times.
-                if not failure.traits.asks_for_smaller_micro_batch:
-                    self._state.restarts.count(now, hang=reached_timeout)
+                self.announce_failure(failure, self._describe_restart(decision, failure, now))
 
-                self.announce(failure, self._describe_restart(failure, now, reached_timeout))
-
+            # Ranks that took too long to save have not failed: the lines say what they were doing.
             case Continue():
                 head = f"{failure.message}; continuing from {self._state.where_to_resume}"
-                self._state.outbox.announce(
-                    "\n".join([head, *(f"  {line}" for line in failure.traceback.splitlines())])
-                )
+                lines = (f"  {line}" for line in failure.traceback.splitlines())
+                self._state.outbox.announce("\n".join([head, *lines]))
 
+            # The size to which the job returns is announced when it is known.
             case UndoResize():
-                self.announce(failure)
-                self._save_requests.undo_resize()
+                self.announce_failure(failure)
 
             case EndPreempted():
-                self.announce(failure, f"not restarted: {decision.reason}")
+                self.announce_failure(failure, f"not restarted: {decision.reason}")
 
             case End():
-                self.announce(failure, self._describe_end(decision, failure))
+                self.announce_failure(failure, self._describe_end(decision, failure))
 
             case _:
                 assert_never(decision)
 
-    def follow_request(self, now: float, typed_twice: bool = False) -> None:
+    def follow_request(self, now: float) -> None:
         """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
-        self._state.decided = after_request(self._situation(now), typed_twice, self._state.decided_end)
+        self._state.decided = after_request(self._situation(now), self._state.decided_end)
 
-    def drop_node(self, number: int, reason: str, now: float) -> None:
-        """Drop a node that does not do what it should. `reason` is a sentence."""
-        self.node_lost(number, _dropped(reason), now)
-
-    def node_lost(self, number: int, why: str, now: float) -> None:
-        """Handle the loss of a node. `why` is a verb phrase: "vanished"."""
-        if number in self._state.members.nodes and self._state.status is not JobStatus.OVER:
-            self.handle(self._loss_of(number, why), now)
+    def end_at_once(self, now: float) -> None:
+        """End the job after a second Ctrl-C, without a save."""
+        self._state.decided = after_second_ctrl_c(self._situation(now))
+        self.order_kill(now)
 
     def end_without_attempt(self, problem: str, now: float) -> None:
         """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
@@ -129,13 +130,13 @@ class FailureHandler:
     def _shortage(self) -> str | None:
         """How many nodes are missing for another attempt, in words; None if there are enough."""
         # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
-        return self._state.members.shortage if self._state.attempt is not None else None
+        return self._state.nodes.shortage if self._state.attempt is not None else None
 
     def _node_situation(self, node: int | None) -> NodeSituation:
-        """Return what decides whether this node is dropped. None: the failure is not that of a node."""
-        members = self._state.members
-        is_member = node in members.nodes
-        return NodeSituation(is_member, can_be_spared=is_member and node != COORDINATOR and members.can_spare_a_node)
+        """Return what decides whether the job loses this node. None: the failure is not that of a node."""
+        nodes = self._state.nodes
+        in_job = node in nodes.joined
+        return NodeSituation(in_job, can_be_spared=in_job and node != COORDINATOR and nodes.can_spare_a_node)
 
     def _situation(self, now: float) -> Situation:
         """Return the facts on which a decision depends."""
@@ -155,32 +156,32 @@ class FailureHandler:
 
     # ---- a node fewer ----
 
-    def _drop(self, failure: Failure, drop: Drop, now: float) -> Failure:
+    def _lose_node(self, failure: Failure, loss: NodeLoss, now: float) -> Failure:
         """Remove the node that has failed from the job. Return its loss as a failure."""
         state, node = self._state, failure.node
         assert node is not None
 
         # A launcher that is dismissed gets the failure, and ends: that closes its connection.
-        if drop.dismiss:
+        if loss.dismissed:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
-            state.dismissals.count(state.members.nodes[node].host, now)
-            failure = self._loss_of(node, _dropped(failure.message))
+            state.dismissals.count(state.nodes.joined[node].host, now)
+            failure = state.nodes.loss_of(node, failure.message)
         else:
-            state.outbox.put(DropNode(node))
+            state.outbox.put(HangUp(node))
 
         # The job no longer waits for this node. (`HangCheck` and the check of slow starts ask who belongs to the job.)
-        state.members.remove(node, now)
+        state.nodes.remove(node, now)
         state.awaiting_ranks_gone.discard(node)
 
         return failure
 
-    def _ends_attempt(self, loss: Failure) -> bool:
-        """Return whether ranks still ran on the node that is lost."""
+    def _has_running_ranks(self, node: int | None) -> bool:
+        """Return whether ranks still run on the node that is lost."""
         attempt = self._state.active_attempt
-        if attempt is None or loss.node is None:
+        if attempt is None or node is None:
             return False
 
-        return bool(attempt.running_ranks.intersection(attempt.ranks_on(loss.node)))
+        return bool(attempt.running_ranks.intersection(attempt.ranks_on(node)))
 
     def _go_on_without(self, loss: Failure, now: float) -> None:
         """Announce the loss of a node on which no rank ran. It matters only if too few remain for the next attempt."""
@@ -188,19 +189,14 @@ class FailureHandler:
         self._end_if_too_few(now)
         self.continue_if_gone(now)
 
-    def _loss_of(self, node: int, why: str) -> Failure:
-        """Return the loss of a node as a failure."""
-        host = self._state.members.nodes[node].host
-        return Failure.by_launcher(LauncherFailure.NODE, f"node {node} ({host}) {why}", host=host, node=node)
-
     # ---- the announcement ----
 
-    def _describe_restart(self, failure: Failure, now: float, reached_timeout: bool) -> str:
+    def _describe_restart(self, restart: Restart, failure: Failure, now: float) -> str:
         """Describe the restart that was just counted."""
         state = self._state
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
         is_known = state.attempt is not None
-        what = plural(state.members.world_size, "rank") if is_known else "the nodes that are left"
+        what = plural(state.nodes.world_size, "rank") if is_known else "the nodes that are left"
 
         limits = state.settings.restart
         budget = f"restart {state.restarts.recent(now)} of {limits.per_hour} in an hour"
@@ -211,9 +207,8 @@ class FailureHandler:
         elif in_a_row > 1:
             budget += f", {in_a_row} of {limits.max_in_a_row} in a row without a new checkpoint"
 
-        # Slow work may have been taken for a hang: the next attempt has more time for it.
         more_time = ""
-        if reached_timeout:
+        if restart.longer_timeouts:
             times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
             more_time = f"; hang timeouts are {times} until the next checkpoint"
 
@@ -227,7 +222,7 @@ class FailureHandler:
 
         return f"not restarted: {end.reason}{hint}"
 
-    def announce(self, failure: Failure, what_follows: str = "") -> None:
+    def announce_failure(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
         # Only ranks that run can end because of it.
         attempt = self._state.active_attempt
@@ -255,8 +250,3 @@ class FailureHandler:
         """Start the next attempt, or end the job: no rank runs any more."""
         self._next_attempt.wait_for_nodes(now)
         self._end_if_too_few(now)
-
-
-def _dropped(reason: str) -> str:
-    """Return what happened to a node that this coordinator has dropped, as a verb phrase."""
-    return f"was dropped: {reason}"

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import OTHER_SAVES_S, JobStatus
-from lockstep.launch.failure import LauncherFailure
+from lockstep.launch.decisions.status import JobStatus
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs.suspicion import Suspicion
 from lockstep.launch.hangs.watchdog import Answers
+from lockstep.launch.times import LOST_AFTER_S, OTHER_SAVES_S
 from lockstep.launch.wire.messages import CollectStacks, Stacks
-
-# How long the coordinator waits for the nodes' stacks.
-NODES_STACKS_S = 5.0
 
 
 @dataclass
@@ -74,7 +72,7 @@ class HangCheck:
         state = self._state
         self._requests += 1
         state.order(CollectStacks(attempt.number, self._requests))
-        deadline = now + NODES_STACKS_S
+        deadline = now + LOST_AFTER_S
         request = StackRequest(attempt.number, self._requests, deadline, state.nodes_of_attempt, suspicion)
         self._stack_request = request
         return request
@@ -95,7 +93,7 @@ class HangCheck:
         if pending is None:
             return False
 
-        return now >= pending.deadline or not pending.awaited & self._state.members.nodes.keys()
+        return now >= pending.deadline or not pending.awaited & self._state.nodes.joined.keys()
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Add the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
@@ -134,12 +132,7 @@ class HangCheck:
         self._stack_request = None
 
         if pending.kills_anyway:
-            within = f"{state.settings.restart.grace:g} s (restart.grace)"
-            if attempt.save_outcome:
-                within = f"{OTHER_SAVES_S:.0f} s after the first"
-
-            hosts = {rank: attempt.host_of(rank) for rank in attempt.running_ranks}
-            self._failure_handler.handle(attempt.watchdog.grace_exceeded(hosts, within, pending.answers), now)
+            self._failure_handler.handle(self._grace_exceeded(attempt, pending.answers), now)
             return
 
         # Since the request, a rank may have saved and exited.
@@ -162,3 +155,12 @@ class HangCheck:
         report = watchdog.take_stall_report(suspicion, pending.answers)
         if report:
             state.outbox.announce(report)
+
+    def _grace_exceeded(self, attempt: Attempt, answers: Answers) -> Failure:
+        """Return the failure of the ranks that did not save and exit in time."""
+        within = f"{self._state.settings.restart.grace:g} s (restart.grace)"
+        if attempt.save_outcome:
+            within = f"{OTHER_SAVES_S:.0f} s after the first"
+
+        hosts = {rank: attempt.host_of(rank) for rank in attempt.running_ranks}
+        return attempt.watchdog.grace_exceeded(hosts, within, answers)

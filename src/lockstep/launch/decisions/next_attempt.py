@@ -8,9 +8,10 @@ from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import JOIN_S, START_S, JobStatus
+from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import COORDINATOR
+from lockstep.launch.times import JOIN_S, START_S
 
 # How long the job waits before it announces how many nodes are missing, and between two lines about that.
 ANNOUNCE_MISSING_S = 3.0
@@ -37,10 +38,10 @@ class NextAttempt:
     def wait_for_nodes(self, now: float) -> None:
         """Enter JOIN after an attempt: end the job if that is decided, or start the next one.
 
-        If more nodes may join, the next attempt starts a little later (`Members.ready`).
+        If more nodes may join, the next attempt starts a little later (`JobNodes.ready`).
         """
         self._state.enter(JobStatus.JOIN, now + JOIN_S)
-        self._state.members.begin_to_settle(now)
+        self._state.nodes.begin_to_settle(now)
         self._end_or_start(now)
 
     def tick(self, now: float) -> None:
@@ -49,24 +50,24 @@ class NextAttempt:
             self._end_or_start(now)
 
         # The job may have started or ended.
-        missing = self._state.members.missing
+        missing = self._state.nodes.missing
         is_news = now >= self._announce_missing_at and missing != self._announced_missing
         if self._state.status is JobStatus.JOIN and is_news:
             self.announce_missing(now)
 
     def announce_missing(self, now: float) -> None:
         """Announce how many nodes are missing, if any are, and how long the job waits for them."""
-        members = self._state.members
-        self._announced_missing = members.missing
+        nodes = self._state.nodes
+        self._announced_missing = nodes.missing
         self._announce_missing_at = now + ANNOUNCE_MISSING_S
 
-        if members.missing:
+        if nodes.missing:
             left = self._state.deadline - now
             time_left = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} s"
-            limit = f"of {members.bounds.least}; giving up after {time_left}"
+            limit = f"of {nodes.bounds.least}; giving up after {time_left}"
 
             where = self._state.job.join
-            self._state.outbox.announce(f"waiting for {plural(members.missing, 'more node')} at {where} ({limit})")
+            self._state.outbox.announce(f"waiting for {plural(nodes.missing, 'more node')} at {where} ({limit})")
 
     # ---- the end of the job ----
 
@@ -93,14 +94,14 @@ class NextAttempt:
 
         # At the deadline the job no longer waits for more nodes than it needs.
         state = self._state
-        if state.members.ready(now) or (now >= state.deadline and not state.members.missing):
+        if state.nodes.ready(now) or (now >= state.deadline and not state.nodes.missing):
             self._start(now)
 
     def _start(self, now: float) -> None:
         """Start an attempt with the nodes that are there, in the order of their numbers."""
-        state, members = self._state, self._state.members
-        counts = dict(sorted(members.ranks_per_node.items()))
-        hosts = {node: members.nodes[node].host for node in counts}
+        state, nodes = self._state, self._state.nodes
+        counts = dict(sorted(nodes.ranks_per_node.items()))
+        hosts = {node: nodes.joined[node].host for node in counts}
 
         watchdog = Watchdog(state.settings.hang)
         number = 0 if state.last_attempt_number is None else state.last_attempt_number + 1
@@ -114,7 +115,7 @@ class NextAttempt:
 
         # The number of ranks that restart is known only now.
         if isinstance(state.decided, Restart):
-            state.outbox.record_event("restart", attempt=number, ranks=members.world_size, step=attempt.started_from)
+            state.outbox.record_event("restart", attempt=number, ranks=nodes.world_size, step=attempt.started_from)
 
         state.decided = None
         state.outbox.put(StartAttempt(number, counts))

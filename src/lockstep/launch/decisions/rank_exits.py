@@ -7,8 +7,9 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import OTHER_SAVES_S, JobStatus
+from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import CausedByPeer
+from lockstep.launch.times import LATE_S, OTHER_SAVES_S
 from lockstep.launch.wire.messages import JobEnd, RankExited
 
 # After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
@@ -23,9 +24,6 @@ ROOT_WAIT_S = {
 # After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
 # have written.
 COMMIT_S = 3.0
-
-# A node sends a heartbeat every second. If none came for this long, the node is probably lost.
-QUIET_S = 2.0
 
 
 class RankExits:
@@ -75,8 +73,8 @@ class RankExits:
 
         The node will answer, or count as lost. A rank that died by itself needs no such cause.
         """
-        silence = self._state.members.longest_silence(self._state.nodes_of_attempt, now)
-        return silence > QUIET_S and not attempt.any_died_by_itself
+        silence = self._state.nodes.longest_silence(self._state.nodes_of_attempt, now)
+        return silence > LATE_S and not attempt.any_died_by_itself
 
     def _commit_is_near(self, attempt: Attempt, now: float) -> bool:
         """Return whether rank 0 may soon commit a checkpoint that all ranks have written.

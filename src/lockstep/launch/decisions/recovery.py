@@ -1,10 +1,11 @@
 """Decides what follows a failure, or a request to save and exit: a node fewer, another attempt, or the end of the job.
 
-All rules by which a job drops a node, restarts or ends are here, in functions of the situation that change nothing:
+All rules by which a job loses a node, restarts or ends are here, in functions of the situation that change nothing:
 
-    node_to_drop           whether the job goes on without the node that has failed; this is asked first
+    node_loss              whether the job loses the node that has failed; this is asked first
     after_failure          what follows the failure of an attempt
     after_request          what follows when the ranks were asked to save and exit
+    after_second_ctrl_c    how the job ends when its user does not wait for that
     if_none_can_start      how the job ends when no rank runs, and no attempt can follow
 
 `FailureHandler` carries out what they return.
@@ -25,6 +26,8 @@ from lockstep.launch.wire.messages import JobEnd
 @dataclass(frozen=True)
 class Restart:
     """Another attempt, from the newest checkpoint, on the nodes that are left."""
+
+    longer_timeouts: bool = False  # work that is only slow must not be taken for a hang again
 
 
 @dataclass(frozen=True)
@@ -55,24 +58,24 @@ class End:
 Decision = Restart | Continue | UndoResize | EndPreempted | End
 
 
-# ---- before them: a node is dropped at once ----
+# ---- before them: a node is lost at once ----
 
 
 @dataclass(frozen=True)
-class Drop:
-    """The job goes on without the node that has failed.
+class NodeLoss:
+    """The job loses the node that has failed.
 
-    `dismiss`: its launcher ends. It would join again, and fail again.
+    `dismissed`: its launcher ends. It would join again, and fail again.
     """
 
-    dismiss: bool = False
+    dismissed: bool = False
 
 
 @dataclass(frozen=True)
 class NodeSituation:
     """The state of the node that has failed."""
 
-    is_member: bool  # it still belongs to the job
+    in_job: bool  # it still belongs to the job
     can_be_spared: bool  # the job could go on without it
 
 
@@ -98,6 +101,7 @@ class Situation:
     recent_restarts: int = 0  # within the last hour
     restarts_in_a_row: int = 0  # without a new checkpoint
     shortage: str | None = None  # how many nodes are left and needed, if they are too few for another attempt
+    reached_timeout: bool = False  # ranks hang, or are slow
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     first_after_resize: bool = False  # the attempt is the first one after a resize
 
@@ -110,15 +114,15 @@ class Situation:
 # ---- the rules ----
 
 
-def node_to_drop(failure: Failure, node: NodeSituation) -> Drop | None:
-    """Return whether the job goes on without the node that has failed; None if no node has to go."""
+def node_loss(failure: Failure, node: NodeSituation) -> NodeLoss | None:
+    """Return how the job loses the node that has failed; None if it keeps all its nodes."""
     # A lost node sends nothing more.
-    if failure.noticed_as(LauncherFailure.NODE) and node.is_member:
-        return Drop()
+    if failure.noticed_as(LauncherFailure.NODE) and node.in_job:
+        return NodeLoss()
 
     # A node that cannot run its ranks would only fail again.
     if failure.traits.dismisses_node and node.can_be_spared:
-        return Drop(dismiss=True)
+        return NodeLoss(dismissed=True)
 
     return None
 
@@ -149,18 +153,14 @@ def after_failure(failure: Failure, situation: Situation) -> Decision:
     if reason:
         return _failed(reason, failure)
 
-    return Restart()
+    return Restart(longer_timeouts=situation.reached_timeout)
 
 
-def after_request(situation: Situation, typed_twice: bool = False, decided_end: End | None = None) -> Decision:
+def after_request(situation: Situation, decided_end: End | None = None) -> Decision:
     """Return what follows when the ranks were asked to save and exit, by a signal, a resize or a new node.
 
-    `typed_twice`: by a second Ctrl-C. `decided_end`: the end that was decided already, while ranks are being killed.
+    `decided_end`: the end that was decided already, while ranks are being killed.
     """
-    # The exit code is that of the first signal, and it is known before the ranks are gone.
-    if typed_twice:
-        return End(JobEnd(Preempted.code_of(situation.preempt_signal)), "Ctrl-C was typed twice")
-
     # A job that has failed has an exit code of its own, which a signal must not change.
     if decided_end is not None:
         return decided_end
@@ -173,6 +173,12 @@ def after_request(situation: Situation, typed_twice: bool = False, decided_end: 
         return _failed("the save failed, and there is no checkpoint")
 
     return EndPreempted()
+
+
+def after_second_ctrl_c(situation: Situation) -> End:
+    """Return how the job ends when Ctrl-C was typed twice."""
+    # The exit code is that of the first signal, and it is known before the ranks are gone.
+    return End(JobEnd(Preempted.code_of(situation.preempt_signal)), "Ctrl-C was typed twice")
 
 
 def if_none_can_start(problem: str, situation: Situation) -> End | EndPreempted:

@@ -10,9 +10,6 @@ from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
 
-# A SIGINT at another node within this time is the same Ctrl-C: some tools send it to all nodes.
-SAME_SIGINT_S = 1.0
-
 
 class SaveRequests:
     """Asks the ranks to save and exit, and remembers the signal that asks the whole job to end.
@@ -47,26 +44,27 @@ class SaveRequests:
         if signal != "SIGINT":
             return False
 
-        # The first one. Soon after it, another node may receive the same one.
+        # The first one. Some tools send the same Ctrl-C to all nodes: another node may receive it within a second.
         if self._sigint_at is None:
             self._sigint_at = now
             self._sigint_nodes.add(node)
             return False
 
-        is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
+        is_second = node in self._sigint_nodes or now - self._sigint_at >= 1.0
         self._sigint_nodes.add(node)
         return is_second
 
     def include_new_node(self, now: float) -> None:
         """Have running ranks save, so that the next attempt can include a node that has joined."""
-        if self._state.status is JobStatus.RUN:
+        # If a rank has failed, they cannot save together any more. The restart includes the node.
+        if self._state.status is JobStatus.RUN and self._state.healthy_attempt is not None:
             self._state.outbox.announce("asking the ranks to save, to continue with the new node")
             self.ask_ranks(now)
 
     def resize(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""
-        members, outbox = self._state.members, self._state.outbox
-        bounds = members.rank_bounds
+        nodes, outbox = self._state.nodes, self._state.outbox
+        bounds = nodes.rank_bounds
 
         # No other attempt will start.
         if self.signal or self._state.decided_end:
@@ -79,21 +77,21 @@ class SaveRequests:
             return
 
         # The same number may be divided over the nodes in another way; that waits for the next attempt.
-        before = members.world_size
+        before = nodes.world_size
         if before == ranks:
-            members.resize(ranks)
+            nodes.resize(ranks)
             return
 
         outbox.announce(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
-        members.resize(ranks)
-        outbox.record_resize(before, members.world_size)
+        nodes.resize(ranks)
+        outbox.record_resize(before, nodes.world_size)
 
         # The size of this attempt is known to work, if there is one.
         if self._state.attempt is not None:
             self._before_resize = self._state.attempt
 
         # Nodes can import torch for the new ranks while the current ranks still save.
-        for node, count in members.ranks_per_node.items():
+        for node, count in nodes.ranks_per_node.items():
             outbox.send([node], Prepare(count))
 
         if self._state.status is JobStatus.RUN:
@@ -106,17 +104,17 @@ class SaveRequests:
         if before is None or state.last_attempt_number != before.number + 1:
             return False
 
-        return before.counts.keys() == state.members.ranks_per_node.keys()
+        return before.counts.keys() == state.nodes.ranks_per_node.keys()
 
     def undo_resize(self) -> None:
         """Return to the size before the last resize, and say so."""
-        members, outbox, before = self._state.members, self._state.outbox, self._before_resize
+        nodes, outbox, before = self._state.nodes, self._state.outbox, self._before_resize
         assert before is not None
-        failed = members.world_size
-        members.ranks_per_node = dict(before.counts)
+        failed = nodes.world_size
+        nodes.ranks_per_node = dict(before.counts)
         self._before_resize = None
 
-        ranks = members.world_size
+        ranks = nodes.world_size
         outbox.announce(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
         outbox.record_resize(failed, ranks)
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import NodeNews, Outbox
-from lockstep.launch.decisions.members import Members
+from lockstep.launch.decisions.job_nodes import JobNodes
 from lockstep.launch.decisions.recovery import Decision, End
-from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
+from lockstep.launch.decisions.status import ACTIVE, TRANSITIONS, JobStatus
 from lockstep.launch.job import Job, LauncherSettings
+from lockstep.launch.times import JOIN_S
 from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, SaveAndExit
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 from lockstep.run_folder.names import LOGS
@@ -24,7 +25,7 @@ class JobState:
         self.settings = LauncherSettings(**inherited.settings)
 
         # The nodes.
-        self.members = Members(job.nnodes, now)
+        self.nodes = JobNodes(job.nnodes, now)
 
         # The newest attempt that this coordinator has started, None if it has started none; and the number of the job's
         # newest attempt, which a lost coordinator may have started.
@@ -96,7 +97,7 @@ class JobState:
     @property
     def nodes_of_attempt(self) -> set[int]:
         """The nodes that have ranks of this attempt, and still belong to the job."""
-        return self.attempt.nodes & self.members.nodes.keys() if self.attempt is not None else set()
+        return self.attempt.nodes & self.nodes.joined.keys() if self.attempt is not None else set()
 
     def order(self, message: SaveAndExit | Kill | CollectStacks) -> None:
         """Send an order about this attempt to all nodes that have ranks of it."""

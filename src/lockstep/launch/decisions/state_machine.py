@@ -24,15 +24,16 @@ from lockstep.errors import plural
 from lockstep.launch.decisions.commands import Command
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
-from lockstep.launch.decisions.members import Node
+from lockstep.launch.decisions.job_nodes import Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
 from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import JOIN_S, NODES_KILL_S, START_S, JobStatus
+from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Job, LauncherSettings
+from lockstep.launch.times import FENCE_S, JOIN_S, NODES_KILL_S, START_S
 from lockstep.launch.wire.messages import (
     CoordinatorState,
     NodeFailed,
@@ -45,10 +46,6 @@ from lockstep.launch.wire.messages import (
     ranges,
 )
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
-
-# How long a node that takes over waits before it starts ranks. Rank 0 of the previous coordinator checks once a second
-# whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
-FENCE_S = 3.0
 
 
 class JobStateMachine:
@@ -83,7 +80,7 @@ class JobStateMachine:
         """Return the state that a successor would start from."""
         state = self._state
         return CoordinatorState(
-            members=ranges(sorted(state.members.nodes)),
+            nodes=ranges(sorted(state.nodes.joined)),
             attempt=state.last_attempt_number,
             restarts=state.restarts,
             dismissals=state.dismissals,
@@ -115,7 +112,7 @@ class JobStateMachine:
         if attempt is None or now <= attempt.confirm_by:
             return []
 
-        return sorted(attempt.awaiting_start & self._state.members.nodes.keys())
+        return sorted(attempt.awaiting_start & self._state.nodes.joined.keys())
 
     def receive(self, node: int, message: ToCoordinator, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
@@ -146,34 +143,35 @@ class JobStateMachine:
         """A node has made a new connection, under a new number, before the loss of its old one was noticed."""
         # Add it first: a job that needs all its nodes would end if one were missing for a moment.
         self._add_node(node, now)
-        self.node_lost(old_number, "lost its connection and made a new one", now)
+        self.node_lost(old_number, "it has made a new connection", now)
         self._save_requests.include_new_node(now)
 
     def _add_node(self, node: Node, now: float) -> None:
         """Add a node to the job, and announce it, unless it is the coordinating node itself."""
-        self._state.members.add(node, now)
+        self._state.nodes.add(node, now)
         if node.number != COORDINATOR:
-            text = f"node {node.number} ({node.host}) joined; {plural(len(self._state.members.nodes), 'node')}"
+            text = f"node {node.number} ({node.host}) joined; {plural(len(self._state.nodes.joined), 'node')}"
             self._state.node_news.announce("joined", node.host, text, now)
 
     def node_lost(self, number: int, why: str, now: float) -> None:
-        """A node is lost. The attempt fails if ranks were still running there. `why` is a verb phrase: "vanished"."""
-        self._failure_handler.node_lost(number, why, now)
+        """A node is lost: its connection, or it does not do what it should. `why` is as in `JobNodes.loss_of`.
 
-    def drop_node(self, number: int, reason: str, now: float) -> None:
-        """Drop a node that does not do what it should: it is lost for the job. `reason` is a sentence."""
-        self._failure_handler.drop_node(number, reason, now)
+        The attempt fails if ranks were still running there.
+        """
+        nodes = self._state.nodes
+        if number in nodes.joined and self._state.status is not JobStatus.OVER:
+            self._failure_handler.handle(nodes.loss_of(number, why), now)
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self._state.last_attempt_number is None:
-            self._failure_handler.announce(failure)
+            self._failure_handler.announce_failure(failure)
             return
 
         # The job had failed, or was asked to exit, and its ranks are gone by now: `NextAttempt` ends it.
         decided = self._state.decided
         if isinstance(decided, End | EndPreempted):
-            self._failure_handler.announce(failure, f"not restarted: {decided.reason}")
+            self._failure_handler.announce_failure(failure, f"not restarted: {decided.reason}")
             return
 
         self._failure_handler.handle(failure, now)
@@ -192,11 +190,11 @@ class JobStateMachine:
         """A node has lost its ranks, or cannot start any. A zygote that dies between two attempts is replaced."""
         state = self._state
         # A node that is lost has taken its ranks with it.
-        if node not in state.members.nodes or state.status is JobStatus.OVER:
+        if node not in state.nodes.joined or state.status is JobStatus.OVER:
             return
 
         if message.what is LauncherFailure.IMPORT or state.has_running(message.attempt):
-            host = state.members.nodes[node].host
+            host = state.nodes.joined[node].host
             failure = Failure.by_launcher(message.what, message.why, host=host, node=node, for_user=message.for_user)
             self._failure_handler.handle(failure, now)
 
@@ -204,7 +202,7 @@ class JobStateMachine:
 
     def heartbeat_received(self, node: int, beat: NodeHeartbeat, now: float) -> None:
         """A node has sent its heartbeat: the views of its ranks and, from the node of rank 0, the settings."""
-        self._state.members.last_heartbeats[node] = now
+        self._state.nodes.last_heartbeats[node] = now
 
         # A late beat of the previous attempt shows ranks that are dead.
         attempt = self._state.attempt
@@ -232,8 +230,7 @@ class JobStateMachine:
         match state.status:
             case JobStatus.RUN | JobStatus.SAVE_AND_EXIT if at_once:
                 state.outbox.announce("second Ctrl-C: killing the ranks")
-                self._failure_handler.follow_request(now, typed_twice=True)
-                self._failure_handler.order_kill(now)
+                self._failure_handler.end_at_once(now)
 
             case JobStatus.RUN:
                 ranks = plural(len(state.attempt.ranks) if state.attempt is not None else 0, "rank")
@@ -258,13 +255,13 @@ class JobStateMachine:
         state = self._state
 
         # While no rank runs, start the next attempt if its nodes are there, or end the job if that is decided.
-        state.node_news.sum_up(now, len(state.members.nodes))
+        state.node_news.sum_up(now, len(state.nodes.joined))
         if state.status is JobStatus.JOIN:
             self._next_attempt.tick(now)
 
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
         for node in self._late_nodes(now):
-            self.drop_node(node, f"it did not start its ranks within {START_S:.0f} s", now)
+            self.node_lost(node, f"it did not start its ranks within {START_S:.0f} s", now)
 
         # A rank that has failed explains everything else, so nothing else is looked at, even while `RankExits` waits
         # for an earlier failure.
@@ -285,8 +282,8 @@ class JobStateMachine:
         state, attempt = self._state, self._state.attempt
         match state.status:
             case JobStatus.JOIN:
-                came = f"only {plural(len(state.members.nodes), 'node')} came within {JOIN_S:.0f} s"
-                problem = f"{came}, and {state.members.bounds.least} are needed"
+                came = f"only {plural(len(state.nodes.joined), 'node')} came within {JOIN_S:.0f} s"
+                problem = f"{came}, and {state.nodes.bounds.least} are needed"
                 self._failure_handler.end_without_attempt(problem, now)
 
             case JobStatus.SAVE_AND_EXIT if attempt is not None and attempt.has_failed:
@@ -303,7 +300,7 @@ class JobStateMachine:
             case JobStatus.KILL:
                 # Continue without the other nodes that could not kill their ranks.
                 for node in sorted(state.awaiting_ranks_gone):
-                    self.drop_node(node, f"its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
+                    self.node_lost(node, f"its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobStatus.RUN | JobStatus.OVER:
                 pass  # neither has a deadline

@@ -1,4 +1,4 @@
-"""The statuses of a job, what may follow each of them, and how long they may last."""
+"""The statuses of a job, and what may follow each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JobStatus(Enum):
 # What may follow each status, and why.
 TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
     JobStatus.JOIN: {
-        JobStatus.RUN,  # all nodes that may join are there; or enough, and none came for 3 s, or 30 s are over
+        JobStatus.RUN,  # all nodes that may join are there; or enough, and the wait for more is over
         JobStatus.OVER,  # too few nodes came in time, or are left after an attempt; or the end was decided
     },
     JobStatus.RUN: {
@@ -34,26 +34,10 @@ TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
     JobStatus.KILL: {
         JobStatus.KILL,  # the next attempt could not import the program
         JobStatus.JOIN,  # all ranks are gone, or their nodes are given up
-        JobStatus.OVER,  # ranks of the coordinating node do not die
+        JobStatus.OVER,  # ranks of the coordinating node do not end
     },
     JobStatus.OVER: set(),
 }
 
 # Ranks are running.
 ACTIVE = (JobStatus.RUN, JobStatus.SAVE_AND_EXIT)
-
-
-# ---- how long they last ----
-
-# How long the job waits for its nodes.
-JOIN_S = 300.0
-
-# How long the other ranks may take to exit after the first one that was asked to.
-OTHER_SAVES_S = 20.0
-
-# How long the coordinator waits for nodes to say that their killed ranks are gone. A process with much memory takes a
-# while to die; a node that is lost altogether is noticed by its missing heartbeats.
-NODES_KILL_S = 30.0
-
-# How long a node may take to confirm that it starts its ranks, which happens before they import anything.
-START_S = 10.0

@@ -110,9 +110,9 @@ def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[
         return evidence.holders or evidence.findings.late
 
     # If they do not either, the ranks with the rarest stack are named, if one stack is rarer than all others.
-    members = [ranks for _, ranks in groups]
-    if len(members) > 1 and len(members[0]) < len(members[1]):
-        return members[0]
+    ranks_of = [ranks for _, ranks in groups]
+    if len(ranks_of) > 1 and len(ranks_of[0]) < len(ranks_of[1]):
+        return ranks_of[0]
 
     return []
 
@@ -200,8 +200,8 @@ def _groups_of(
     lines = []
     named = set(awaited)
 
-    for frames, members in groups:
-        ranks = [rank for rank in members if rank not in named]
+    for frames, at_frames in groups:
+        ranks = [rank for rank in at_frames if rank not in named]
         if not ranks:
             continue
 

@@ -21,13 +21,11 @@ from typing import Any
 
 from lockstep import files
 from lockstep.errors import listed_ranks
+from lockstep.launch.times import REQUEST_POLL_S
 from lockstep.runtime import attempt_folder
 
 # How many ranks are described in a message about a hang.
 MAX_RANKS_NAMED = 8
-
-# How often a rank checks for a request, in seconds.
-REQUEST_POLL_S = 0.5
 
 # Torch has a recorder for NCCL and a recorder for all other backends; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")

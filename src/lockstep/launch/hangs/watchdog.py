@@ -27,17 +27,10 @@ from lockstep.launch.hangs.suspicion import (
     raised_timeout,
     suspect,
 )
+from lockstep.launch.times import HEARTBEAT_S
 
-# How long a rank that compiles, or saves, is left alone before it is asked again.
-BUSY_S = 10.0
-
-# Seconds without progress after which the screen says where the ranks are, whatever their timeouts; and how long it
-# then says nothing of further stalls.
+# Seconds without progress after which the screen says where the ranks are, whatever their timeouts.
 STALL_S = 45.0
-STALL_PAUSE_S = 600.0
-
-# A launcher that did not look for this long was itself halted or starved, and perhaps so were its ranks.
-UNWATCHED_S = 3.0
 
 # In any thread: on a GPU a thread of torch compiles the backward pass. A compiled model no longer shows these frames.
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
@@ -118,7 +111,8 @@ class Watchdog:
 
     def _note_gap(self, now: float) -> None:
         """Begin a new watch if the launcher did not look for a while: ranks are not blamed for that time."""
-        if now - self._last_look > UNWATCHED_S:
+        # It was halted or starved itself, and perhaps so were its ranks.
+        if now - self._last_look > 3 * HEARTBEAT_S:
             self._watched_since = now
             self._halted = {}
 
@@ -164,11 +158,11 @@ class Watchdog:
         if suspicion.kind != "stall" or self._moved(suspicion):
             return None
 
-        # Each step of a slow program may look like a stall.
+        # Each step of a slow program may look like a stall, so one is shown every ten minutes.
         if self._last_look < self._show_no_stall_until:
             return None
 
-        self._show_no_stall_until = self._last_look + STALL_PAUSE_S
+        self._show_no_stall_until = self._last_look + 600.0
         where = explain(suspicion, _evidence(suspicion, answers)).traceback.splitlines()
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
@@ -195,7 +189,7 @@ class Watchdog:
 
         saves = saves_may_take_long and any(view.phase_info.saves for view in suspicion.views.values())
         if saves or self._is_compiling(suspicion, answers):
-            self._busy_until = self._last_look + BUSY_S
+            self._busy_until = self._last_look + 10.0
             return None
 
         # Within their timeouts ranks may just be slow, unless they wait for each other in different collectives.

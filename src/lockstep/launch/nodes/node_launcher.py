@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch import election
 from lockstep.launch.agent import Agent
-from lockstep.launch.coordinator import WAIT_S, Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.nodes.roles import CoordinatorRole, Membership, NextStep
+from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm, NextStep
 from lockstep.launch.nodes.search import Search
 from lockstep.launch.terminal import print_line, shares_log
-from lockstep.launch.times import HEARTBEAT_S
+from lockstep.launch.times import HEARTBEAT_S, LOOP_S
 from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, local_address
 from lockstep.launch.wire.messages import (
     Announce,
@@ -67,7 +67,10 @@ class NodeLauncher:
         self._agent: Agent | None = None
 
         # None until the node belongs to the job.
-        self._membership: Membership | None = None
+        self._joined: JoinedTerm | None = None
+
+        # The signals that were sent to the coordinator, until its state shows that the job saves and exits.
+        self._sent_signals: list[str] = []
 
         self._search = Search(job, name, signals, secret)
         self._ended_here = False
@@ -119,8 +122,8 @@ class NodeLauncher:
         print_line(
             "lockstep: another node took over this job while this node did not answer; the ranks here were killed"
         )
-        self._membership = Membership(term, COORDINATOR, coordinator.state, address)
-        return self._search.after_loss(self._membership, "this node was superseded")
+        self._joined = JoinedTerm(term, COORDINATOR, coordinator.state, address)
+        return self._search.after_loss(self._joined, "this node was superseded")
 
     # ---- following ----
 
@@ -137,8 +140,12 @@ class NodeLauncher:
                 if self._agent is not None:
                     self._agent.kill_and_wait()
 
+                # The coordinator may have been lost before it received a signal, so they are sent again.
+                self._signals[:0] = self._sent_signals
+                self._sent_signals.clear()
+
                 # If messages are being tampered with, reconnecting will not help.
-                last = self._membership
+                last = self._joined
                 if isinstance(lost, Garbled):
                     address = last.term.address if last else self._job.join
                     problem = f"messages from the coordinating node ({address}) are not valid: {lost}"
@@ -155,8 +162,8 @@ class NodeLauncher:
         """Join the job and adopt the coordinator's run folder. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
-        # A node that returns says who it was, so that the coordinator drops its old connection.
-        last = self._membership
+        # A node that returns says who it was, so that the coordinator closes its old connection.
+        last = self._joined
         if last:
             hello = replace(hello, term=last.term.number, number=last.number)
 
@@ -188,7 +195,7 @@ class NodeLauncher:
     def _adopt(self, welcome: Welcome, state: CoordinatorState, local_address: str) -> None:
         """Adopt the job as the coordinator describes it, and remember the term in which this node belongs to it."""
         # The file has the node's old number; a node gets a new number each time that it joins.
-        last = self._membership
+        last = self._joined
         if last is not None:
             election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
@@ -201,12 +208,16 @@ class NodeLauncher:
         self._job = job
         self._agent = self._agent or Agent(job, self._name, self._secret)
 
+        # The job saves and exits already. A signal from before would count as a second Ctrl-C.
+        if state.preempt_signal:
+            self._signals.clear()
+
         self._search.adopt(job, new_term=last is not None and last.term != welcome.term)
-        self._membership = Membership(welcome.term, welcome.number, state, local_address)
+        self._joined = JoinedTerm(welcome.term, welcome.number, state, local_address)
 
     def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[ToNode]) -> JobEnd:
         """Carry out orders and send what happens on this node. `orders` came with the welcome."""
-        assert self._membership is not None
+        assert self._joined is not None
         next_beat = 0.0
 
         # Carry out what has arrived, send what has happened, then wait for more.
@@ -221,7 +232,9 @@ class NodeLauncher:
                             print_line(message.text)
 
                     case CoordinatorState():
-                        self._membership = replace(self._membership, state=message)
+                        self._joined = replace(self._joined, state=message)
+                        if message.preempt_signal:
+                            self._sent_signals.clear()
 
                     case Welcome() | Refused():
                         pass  # answers to a node that asks to join: this one has joined already
@@ -231,12 +244,13 @@ class NodeLauncher:
 
             # A signal at any node is meant for the whole job.
             while self._signals:
-                connection.send(SignalReceived(self._signals.pop(0)))
+                self._sent_signals.append(self._signals.pop(0))
+                connection.send(SignalReceived(self._sent_signals[-1]))
 
             for message in agent.poll():
                 connection.send(message)
 
-            # The coordinator drops a node that is silent for too long.
+            # A node that is silent for too long is lost.
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 connection.send(agent.heartbeat())
@@ -249,7 +263,7 @@ def received(connection: Connection, *others: Any) -> list[ToNode]:
 
     Raises Garbled for a message that no coordinator sends.
     """
-    wait_readable([connection, *others], WAIT_S)
+    wait_readable([connection, *others], LOOP_S)
 
     messages: list[ToNode] = []
     for message in connection.receive(time.monotonic()):

@@ -1,4 +1,4 @@
-"""The two roles of a node in a term: a member that follows the coordinator, or the coordinator itself."""
+"""The two roles of a node in a term: it follows the coordinator, or is the coordinator itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 
 
 @dataclass(frozen=True)
-class Membership:
+class JoinedTerm:
     """What a node knows about the term in which it last belonged to the job."""
 
     term: Term

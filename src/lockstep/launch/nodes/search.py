@@ -16,9 +16,9 @@ from lockstep.launch import election
 from lockstep.launch.election import CounterWatch, Lease, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Job, parse_address
-from lockstep.launch.nodes.roles import CoordinatorRole, Membership, NextStep
+from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm, NextStep
 from lockstep.launch.terminal import print_line, shares_log
-from lockstep.launch.times import LOST_AFTER_S, within_last_hour
+from lockstep.launch.times import DELIVER_S, JOIN_S, LOST_AFTER_S, NO_ANSWER_S, STAGGER_S, within_last_hour
 from lockstep.launch.wire.connections import (
     Connection,
     NoAnswer,
@@ -34,28 +34,11 @@ from lockstep.run_folder.names import EVENTS
 from lockstep.run_folder.start_from import hold_for_new_job
 from lockstep.runtime.rendezvous.handshake import Secret
 
-# How long a node tries to reach the coordinating node.
-CONNECT_S = 300.0
-
-# The pause between two tries.
+# The pause between two tries to find the coordinator.
 SEARCH_RETRY_S = 0.2
-
-# How long a node whose own port is in use waits for an answer from there, before it concludes that another
-# program listens.
-TAKEN_S = 10.0
-
-# How long a starting node waits for a sign of life from the coordinator recorded in the run folder before it treats
-# that record as stale.
-STALE_S = 10.0
-
-# Each node waits this much longer than the node numbered below it before it takes over, so that they do not compete.
-STAGGER_S = 2.0
 
 # How long the run folder must have no term file before a node concludes that the job is over.
 GONE_S = 3.0
-
-# How long a node that has received a signal tries to reach the successor of its coordinator, to send it the signal.
-DELIVER_S = 20.0
 
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
@@ -102,7 +85,7 @@ class Search:
         self._last_problem = ""
 
         # A node may be started minutes before the others, so one that gets no answer tries again for a while.
-        while now - began < CONNECT_S:
+        while now - began < JOIN_S:
             if self._signals:
                 return self._end_on_signal()
 
@@ -117,13 +100,13 @@ class Search:
                 term, _ = self._newest_term()
                 where = term.address if term else ", ".join(self._addresses)
                 problem = f"no answer from {where} yet ({self._last_problem})"
-                print_line(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
+                print_line(f"lockstep: {problem}; trying for {JOIN_S / 60:.0f} minutes")
 
             time.sleep(SEARCH_RETRY_S)
             now = time.monotonic()
 
         raise PeersMissing(
-            f"--join {self._job.join}: no answer within {CONNECT_S / 60:.0f} minutes",
+            f"--join {self._job.join}: no answer within {JOIN_S / 60:.0f} minutes",
             self._last_problem,
             f"start the same command on the node that has the address {self._addresses[0]}",
         )
@@ -146,7 +129,7 @@ class Search:
             # No node coordinates if there is no term file, or if its counter stands still: then the job that left it
             # has died.
             self._note_counter(term, watch, now)
-            vacant = readable and (term is None or watch.still_for(now) >= STALE_S)
+            vacant = readable and (term is None or watch.still_for(now) >= NO_ANSWER_S)
             if vacant and listener:
                 role = self._start_job(listener, resources)
                 if role:
@@ -169,7 +152,7 @@ class Search:
         """
         if listener or not is_taken(self._addresses[0]):
             self._last_not_taken = now
-        elif vacant and now - self._last_not_taken > TAKEN_S:
+        elif vacant and now - self._last_not_taken > NO_ANSWER_S:
             raise self._port_is_taken()
 
     def _other_addresses(self, listener: socket.socket | None, term: Term | None) -> list[str]:
@@ -187,7 +170,7 @@ class Search:
         # A node of an earlier job that ends slowly may listen there: another try makes sense.
         return PeersMissing(
             f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
-            f"no launcher of this job answered there within {TAKEN_S:.0f} s",
+            f"no launcher of this job answered there within {NO_ANSWER_S:.0f} s",
             "use a free port, the same on all nodes",
         )
 
@@ -254,14 +237,14 @@ class Search:
 
     # ---- after the coordinator was lost ----
 
-    def after_loss(self, last: Membership, why: str) -> NextStep:
+    def after_loss(self, last: JoinedTerm, why: str) -> NextStep:
         """Reconnect to the coordinator, join its successor, or become the successor, as the run folder says."""
         watch = TakeoverWatch(last.number, last.state.numbers, LOST_AFTER_S, STAGGER_S)
         began = time.monotonic()
         now = began
         last_seen = began  # when there was last a term file, or a folder that could not be read
 
-        while now - began < CONNECT_S:
+        while now - began < JOIN_S:
             term, readable = self._newest_term()
 
             # A folder that cannot be read says nothing about the job. One without a term file says that its coordinator
@@ -285,16 +268,16 @@ class Search:
             time.sleep(SEARCH_RETRY_S)
             now = time.monotonic()
 
-        minutes = f"{CONNECT_S / 60:.0f} minutes"
+        minutes = f"{JOIN_S / 60:.0f} minutes"
         lost = f"the connection to {last.term.address} was lost: {why}"
         return self.end_alone(f"no coordinating node could be reached within {minutes} ({lost})")
 
-    def _may_join(self, term: Term, last: Membership, watch: TakeoverWatch, now: float) -> bool:
+    def _may_join(self, term: Term, last: JoinedTerm, watch: TakeoverWatch, now: float) -> bool:
         """Return whether the term is that of a successor. One whose counter stands still is lost as well."""
         return term.number > last.term.number and watch.still_for(now) < LOST_AFTER_S
 
     def _look_at_term(
-        self, term: Term, last: Membership, watch: TakeoverWatch, now: float, why: str
+        self, term: Term, last: JoinedTerm, watch: TakeoverWatch, now: float, why: str
     ) -> NextStep | None:
         """Act on the newest term: connect to its coordinator or take over. Return None to wait and look again."""
         run_dir = self._job.run_dir
@@ -326,7 +309,7 @@ class Search:
 
         return self._take_over(term, last, f"{why}, and {reason}")
 
-    def _reconnect(self, term: Term, last: Membership, alive: bool) -> Connection | None:
+    def _reconnect(self, term: Term, last: JoinedTerm, alive: bool) -> Connection | None:
         """Try to connect to a successor, or, if its counter grows, to the coordinator that this node followed."""
         is_successor = term.number > last.term.number
         connection = self._reach(term.address) if is_successor or alive else None
@@ -340,7 +323,7 @@ class Search:
 
         return connection
 
-    def _take_over(self, term: Term, last: Membership, why: str) -> CoordinatorRole | None:
+    def _take_over(self, term: Term, last: JoinedTerm, why: str) -> CoordinatorRole | None:
         """Begin the term after `term`, whose coordinator is lost. Return None if another node was faster."""
         run_dir = self._job.run_dir
         with ExitStack() as resources:

@@ -17,12 +17,9 @@ from lockstep.launch.hangs.suspicion import process_stat
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import LocalRank, OomKills
 from lockstep.launch.ranks.zygote import kill_process_group
-from lockstep.launch.times import COLLECTIVES_S, RANKS_STACKS_S
+from lockstep.launch.times import HOUR_S, RANKS_ANSWER_S
 from lockstep.launch.wire.messages import Start
 from lockstep.runtime import attempt_folder
-
-# How often the files that ranks share with their launcher are touched.
-TOUCH_S = 3600.0
 
 # How many characters the stacks of all ranks of a node may have: a message has a largest size. The main thread of a
 # rank is at the end of its text.
@@ -82,7 +79,7 @@ class LocalRanks:
         self._oom_kills.count()
 
         # Some systems remove files from /tmp that were not touched for days.
-        if time.monotonic() - self._touched > TOUCH_S:
+        if time.monotonic() - self._touched > HOUR_S:
             self._touched = time.monotonic()
 
             # If the folder is gone, the ranks go on training, but nothing is known about them: see `view_of`.
@@ -98,11 +95,11 @@ class LocalRanks:
         A rank that does not answer has an empty stack. If the folder is full or gone, the ranks are not asked for their
         collectives.
         """
-        answers = stacks.collect(self.folder, self.pids, RANKS_STACKS_S)
+        answers = stacks.collect(self.folder, self.pids, RANKS_ANSWER_S)
         answering = [rank for rank, text in answers.items() if text]
         recorded: dict[int, list[Any]] = {}
         with suppress(OSError):
-            recorded = flight_recorder.collect(self.folder, answering, COLLECTIVES_S)
+            recorded = flight_recorder.collect(self.folder, answering, RANKS_ANSWER_S)
 
         most = STACKS_SIZE // max(len(answers), 1)
         texts = {rank: stacks.comparable(text)[-most:] for rank, text in answers.items()}

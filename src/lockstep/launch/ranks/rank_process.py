@@ -38,15 +38,10 @@ from lockstep.launch.election import TermFile
 from lockstep.launch.failure import CLEAN, RankExit
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.ranks import rank_record
+from lockstep.launch.times import HEARTBEAT_S
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
-
-# How often rank 0 of a job on several nodes checks whether its coordinator has been superseded.
-TERM_LOOK_S = 1.0
-
-# How long a rank that was superseded tries to print that: a write to a terminal stopped with Ctrl-S does not return.
-PRINT_TIMEOUT_S = 0.1
 
 
 def main(
@@ -113,7 +108,7 @@ def _die_when_abandoned(lifeline: int) -> None:
             break
 
         # Without a term file there is nothing to look for in between.
-        if wait_readable([lifeline], TERM_LOOK_S if term_file else None):
+        if wait_readable([lifeline], HEARTBEAT_S if term_file else None):
             break
 
     # This kills its worker processes too, because each rank leads its own process group.
@@ -129,7 +124,9 @@ def _print_with_timeout(text: bytes) -> None:
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    writer.join(PRINT_TIMEOUT_S)
+
+    # A write to a terminal that was stopped with Ctrl-S does not return.
+    writer.join(0.1)
 
 
 def open_files() -> list[Any]:

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.ranks import rank_process, rank_record
+from lockstep.launch.times import FORK_S
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 
@@ -38,11 +39,6 @@ LENGTH_BYTES = 4
 
 # The zygote's first line, after its imports. Every later line is a `RankChange`.
 READY = b"ready\n"
-
-# How long the zygote tries to fork a rank, and the pause between two tries. The processes of an earlier attempt may
-# still be about to end.
-FORK_S = 2.0
-FORK_RETRY_S = 0.1
 
 # Signals that are meant for the launcher or for a rank, never for the zygote.
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -185,7 +181,7 @@ class Zygote:
                     raise
 
                 # A child that has ended counts until it is reaped.
-                time.sleep(FORK_RETRY_S)
+                time.sleep(0.1)
                 self._reap()
 
     def _reap(self) -> None:

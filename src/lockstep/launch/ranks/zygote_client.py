@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.launch.ranks.post_mortem import signal_name
 from lockstep.launch.ranks.zygote import LENGTH_BYTES, RankChange, close_all
-from lockstep.launch.times import ZYGOTE_END_S, ZYGOTE_SEND_S
+from lockstep.launch.times import HELD_UP_S, ZYGOTE_END_S
 from lockstep.launch.wire.sockets import LineReader
 
 # How long the zygote's imports may take, from a slow shared disk, and how long it may take to answer a request.
@@ -105,10 +105,6 @@ class ZygoteClient:
         """What to wait for: reports of the zygote, if it was started."""
         return [self._socket] if self.alive and self._socket is not None else []
 
-    def fileno(self) -> int:
-        assert self._socket is not None, "wait for `sockets` instead: the process has not started"
-        return self._socket.fileno()
-
     # ---- requests ----
 
     def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, lifeline: int) -> None:
@@ -137,9 +133,9 @@ class ZygoteClient:
             self._unanswered += 1
             # The length comes first, together with the lifeline: a descriptor needs at least one byte of data.
             data = len(request).to_bytes(LENGTH_BYTES) + request
-            give_up_at = time.monotonic() + ZYGOTE_SEND_S
+            give_up_at = time.monotonic() + HELD_UP_S
             try:
-                self._socket.settimeout(ZYGOTE_SEND_S)
+                self._socket.settimeout(HELD_UP_S)
                 sent = socket.send_fds(self._socket, [data], fds)
 
                 # Both parts together may take that long. 0 would mean a socket that does not wait at all.
@@ -164,12 +160,19 @@ class ZygoteClient:
         if self._process is None:
             self._try_again()
 
+        # The reports come first: a launcher that was halted itself finds answers that came meanwhile.
+        changes = self._read_reports()
+
         # A zygote that is halted, or stalls in an import, answers no request.
         timeout = ANSWER_S if self.ready else READY_S
         if self.alive and self._awaits_answer and time.monotonic() - self._since > timeout:
             self._imports_too_long = not self.ready
             self.kill_zygote()
 
+        return changes
+
+    def _read_reports(self) -> list[RankChange]:
+        """Read what the zygote has reported, and note what that says about the zygote itself."""
         if not self.alive or self._lines is None:
             return []
 

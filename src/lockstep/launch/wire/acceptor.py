@@ -44,9 +44,6 @@ OTHER_FILES = 256
 # File descriptors that unknown peers cannot have: the launcher needs some for each rank that it starts.
 RESERVE = 64
 
-# How long no connection is accepted after this process, or the system, has run out of descriptors.
-PAUSE_S = 0.2
-
 # The coordinator's answer to a wrong proof: a line of the same length that proves nothing.
 NO_PROOF = b"0" * DIGITS + b"\n"
 
@@ -238,7 +235,7 @@ class Acceptor:
 
     def _pause(self, now: float) -> None:
         """Reject all pending peers, and accept no connection for a moment."""
-        self._paused_until = now + PAUSE_S
+        self._paused_until = now + 0.2
 
         self.note_rejection(FEW_DESCRIPTORS, self._pending[-1].address if self._pending else "")
         for handshake in list(self._pending):

@@ -26,9 +26,6 @@ from lockstep.launch.wire.sockets import LineReader, ReadySockets, wait_readable
 from lockstep.runtime.host.network import address_family, as_others_reach_it, join_host_port
 from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 
-# How often the coordinator looks at all connections, and not only at those on which something has arrived.
-ALL_CONNECTIONS_S = 0.5
-
 # How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
 
@@ -174,7 +171,7 @@ class Hub:
         return self._read_all(now)
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
-        """Return the messages of all nodes, and the losses. Connections that are lost are dropped."""
+        """Return the messages of all nodes, and the losses. Connections that are lost are closed."""
         received: list[tuple[int, Message | ConnectionLost]] = []
 
         for number in self._to_read(now):
@@ -186,15 +183,15 @@ class Hub:
                 if not connection.blocked:
                     self._blocked.discard(number)
             except ConnectionLost as lost:
-                self.drop(number)
+                self.hang_up(number)
                 received.append((number, lost))
 
         return received
 
     def _to_read(self, now: float) -> list[int]:
-        """Return the nodes that have sent something, or have more to receive; now and then all, to find lost ones."""
+        """Return the nodes that have sent something, or have more to receive; twice a second all, to find lost ones."""
         if now >= self._next_look:
-            self._next_look = now + ALL_CONNECTIONS_S
+            self._next_look = now + 0.5
             return list(self._connections)
 
         ready = [self._numbers[descriptor] for descriptor in self._ready.descriptors()]
@@ -214,7 +211,7 @@ class Hub:
                 if self._connections[number].blocked:
                     self._blocked.add(number)
 
-    def drop(self, number: int) -> None:
+    def hang_up(self, number: int) -> None:
         """Close the connection to a node, if there is one."""
         if number in self._connections:
             connection = self._connections.pop(number)
@@ -229,7 +226,7 @@ class Hub:
         if self._acceptor:
             self._acceptor.close()
 
-        # The messages that still arrive are read, and dropped.
+        # The messages that still arrive are read, and ignored.
         deadline = time.monotonic() + DRAIN_S
 
         while self._connections:
@@ -241,7 +238,7 @@ class Hub:
             self._read_all(time.monotonic())
 
         for number in list(self._connections):
-            self.drop(number)
+            self.hang_up(number)
 
         self._ready.close()
 

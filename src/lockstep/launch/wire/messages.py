@@ -244,7 +244,7 @@ class CoordinatorState(Message):
     Times are those of the coordinator's monotonic clock, which shows `clock` now.
     """
 
-    members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
+    nodes: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
     attempt: int | None = None  # the newest attempt
     restarts: Restarts = field(default_factory=Restarts)
     dismissals: Dismissals = field(default_factory=Dismissals)
@@ -256,7 +256,7 @@ class CoordinatorState(Message):
     @property
     def numbers(self) -> list[int]:
         """The numbers of all nodes."""
-        return [number for first, last in self.members for number in range(first, last + 1)]
+        return [number for first, last in self.nodes for number in range(first, last + 1)]
 
 
 def ranges(numbers: Iterable[int]) -> list[list[int]]:

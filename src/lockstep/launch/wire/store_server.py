@@ -1,7 +1,9 @@
 """The server of the ranks' store, in the coordinating launcher of several nodes. `GuardedStore` is the client.
 
-A client must prove to the `Acceptor` that it knows the key of this attempt, which nodes derive from the job's secret.
-Torch's TCPStore has no such check: any process that reaches its port can list, change and delete the keys.
+Torch's TCPStore is not enough: any process that reaches its port can list, change and delete the keys, and the ranks
+connect to whatever addresses they find there. So a client must prove to the `Acceptor` that it knows the key of this
+attempt, which nodes derive from the job's secret. Nor could the launcher serve a TCPStore, because it does not import
+torch; and one that rank 0 serves would end with rank 0, and needs a port that is still free when rank 0 has started.
 """
 
 from __future__ import annotations
@@ -20,18 +22,12 @@ from lockstep.launch.wire.messages import Rendezvous
 from lockstep.launch.wire.sockets import LineReader, ReadySockets
 from lockstep.runtime.rendezvous.handshake import LineSigner, Secret, sign
 
-# How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
-SEND_S = 2.0
-
 # Why a peer that sent an invalid request on a rank's connection is reported.
 FORGED = "changed a request of a rank to its store: the signature is wrong"
 
 # The number of connections for each rank. All ranks come at once and some come again, so twice as many handshakes
 # may be under way.
 PER_RANK = 4
-
-# How often the deadlines of all requests are looked at.
-DEADLINES_S = 0.1
 
 
 def store_secret(secret: Secret, nonce: str) -> Secret:
@@ -60,8 +56,8 @@ class StoreClient:
         self._signer = signer
         self._lines = LineReader(connection)
 
-        # For sending: a rank that is suspended does not read.
-        connection.settimeout(SEND_S)
+        # For sending an answer. A rank that has sent a request reads it, unless it is suspended.
+        connection.settimeout(2.0)
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -128,9 +124,9 @@ class StoreServer:
                 self._drop(client)
                 self._acceptor.note_rejection(FORGED, client.address)
 
-        # Deadlines are looked at now and then: ranks wait for seconds.
+        # Deadlines are looked at ten times a second: ranks wait for seconds.
         if now >= self._next_look:
-            self._next_look = now + DEADLINES_S
+            self._next_look = now + 0.1
             late = [client for client in self._clients.values() if client.waiting and now >= client.waiting.deadline]
             self._to_check.update(dict.fromkeys(late))
 

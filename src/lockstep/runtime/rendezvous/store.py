@@ -32,10 +32,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 # for whom. The ranks of our launcher need no limit: the launcher sees which of them have ended.
 MEET_LIMIT = timedelta(minutes=5)
 PATIENCE_S = 15.0
-CONNECT_S = 10.0  # for one try to connect
-
-# How long the launcher may take to answer beyond the timeout of the request: it may be collecting stacks.
-ANSWER_S = 60.0
 
 # Torch keeps no reference to the Python object of a store, and every call fails once it is garbage.
 _KEPT: list[dist.Store] = []
@@ -110,7 +106,7 @@ def _wait_for_server(world: World, limit: timedelta) -> None:
 
     while True:
         try:
-            socket.create_connection((world.master_addr, world.master_port), CONNECT_S).close()
+            socket.create_connection((world.master_addr, world.master_port), 10.0).close()
             return
         except OSError as error:
             problem = error.strerror or str(error)
@@ -260,7 +256,8 @@ class GuardedStore(dist.Store):
         try:
             # After an error the connection is not used again: an answer may still be on its way.
             line = self._idle.pop() if self._idle else _connect(self._address, self._secret, self._timeout)
-            answer = line.ask({"what": what, "seconds": seconds, **fields}, (seconds or 0.0) + ANSWER_S)
+            # The launcher has a minute beyond the timeout of the request: it may be collecting stacks.
+            answer = line.ask({"what": what, "seconds": seconds, **fields}, (seconds or 0.0) + 60.0)
         except (OSError, ValueError, HandshakeFailed) as error:
             host, port = self._address
             raise dist.DistNetworkError(f"the ranks' store at {host}:{port} cannot be used: {error}") from None

@@ -9,17 +9,18 @@ from lockstep.errors import ExitCode
 from lockstep.launch.decisions.recovery import (
     AttemptFacts,
     Continue,
-    Drop,
     End,
     EndPreempted,
+    NodeLoss,
     NodeSituation,
     Restart,
     Situation,
     UndoResize,
     after_failure,
     after_request,
+    after_second_ctrl_c,
     if_none_can_start,
-    node_to_drop,
+    node_loss,
 )
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import LauncherSettings
@@ -41,15 +42,15 @@ STOP = LauncherSettings(hang=HangConfig(action="stop"))
 RECURS = "no checkpoint has been saved since the last start, so the same error would most likely recur"
 FINISHED = "another rank has ended with code 0, so the same would most likely recur"
 GRACE_EXCEEDED = Failure.by_launcher(LauncherFailure.GRACE_EXCEEDED, "2 ranks did not exit in time", 0, "host-0")
-LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", host="host-1", node=1)
+LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 is lost", host="host-1", node=1)
 NO_SETUP = replace(LOST, kind=LauncherFailure.SETUP)
 SAVE_FAILED = "the save failed, and there is no checkpoint"
 TOO_FEW = "1 node left, and 2 needed"
 FAILED = End(JobEnd(ExitCode.FAILED, NO_IMPORT), "it would end the same way")
 ASKED = {"preempt_signal": "SIGTERM"}
-GONE = NodeSituation(is_member=False, can_be_spared=False)
-NEEDED = NodeSituation(is_member=True, can_be_spared=False)
-SPARE = NodeSituation(is_member=True, can_be_spared=True)
+GONE = NodeSituation(in_job=False, can_be_spared=False)
+NEEDED = NodeSituation(in_job=True, can_be_spared=False)
+SPARE = NodeSituation(in_job=True, can_be_spared=True)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ SPARE = NodeSituation(is_member=True, can_be_spared=True)
         (RAISED, SAVED, Restart()),
         (PEER_LOST, UNSAVED, Restart()),
         (HANG, UNSAVED, Restart()),
+        (HANG, replace(UNSAVED, reached_timeout=True), Restart(longer_timeouts=True)),
         (DEADLOCK, SAVED, Restart()),
         (DEADLOCK, UNSAVED, End(JobEnd(ExitCode.FAILED, DEADLOCK), RECURS)),
         (HANG, replace(SAVED, settings=STOP), End(JobEnd(ExitCode.FAILED, HANG), "hang.action is stop")),
@@ -113,30 +115,30 @@ def test_the_rules_for_failures(failure, situation, decision):
         (UNSAVED, {}, Continue()),
         (replace(UNSAVED, **ASKED), {}, EndPreempted()),
         (replace(SAVED, **ASKED), {"decided_end": FAILED}, FAILED),
-        (
-            replace(SAVED, **ASKED),
-            {"typed_twice": True, "decided_end": FAILED},
-            End(JobEnd(ExitCode.RESTART), "Ctrl-C was typed twice"),
-        ),
     ],
 )
 def test_the_rules_for_requests(situation, arguments, decision):
     assert after_request(situation, **arguments) == decision
 
 
+def test_a_second_ctrl_c_ends_the_job_with_the_code_of_the_first_signal():
+    end = End(JobEnd(ExitCode.RESTART), "Ctrl-C was typed twice")
+    assert after_second_ctrl_c(replace(SAVED, **ASKED)) == end
+
+
 @pytest.mark.parametrize(
-    ("failure", "node", "drop"),
+    ("failure", "node", "loss"),
     [
-        (LOST, NEEDED, Drop()),
+        (LOST, NEEDED, NodeLoss()),
         (LOST, GONE, None),
-        (NO_IMPORT, SPARE, Drop(dismiss=True)),
-        (NO_SETUP, SPARE, Drop(dismiss=True)),
+        (NO_IMPORT, SPARE, NodeLoss(dismissed=True)),
+        (NO_SETUP, SPARE, NodeLoss(dismissed=True)),
         (NO_SETUP, NEEDED, None),
         (KILLED, SPARE, None),
     ],
 )
-def test_which_nodes_the_job_does_without(failure, node, drop):
-    assert node_to_drop(failure, node) == drop
+def test_which_nodes_the_job_does_without(failure, node, loss):
+    assert node_loss(failure, node) == loss
 
 
 def test_how_a_job_ends_whose_nodes_are_too_few():

@@ -10,15 +10,16 @@ import pytest
 from lockstep import api
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
-from lockstep.launch.decisions import hang_check, rank_exits, state_machine, status
-from lockstep.launch.decisions.commands import DismissNode, DropNode, RecordEvent, Send, StartAttempt
-from lockstep.launch.decisions.members import Node, divide
+from lockstep.launch.decisions import rank_exits, status
+from lockstep.launch.decisions.commands import DismissNode, HangUp, RecordEvent, Send, StartAttempt
+from lockstep.launch.decisions.job_nodes import Node, divide
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit, SaveOutcome
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job, LauncherSettings
+from lockstep.launch.times import FENCE_S, LOST_AFTER_S, NODES_KILL_S
 from lockstep.launch.wire.messages import (
     NODE_FAILURES,
     Announce,
@@ -97,7 +98,7 @@ class Stage:
     def kill(self, rank: int = 1) -> list:
         """A rank is killed, and then all others."""
         self.exit(rank, -9)
-        self.ranks_gone(*self.state.members.nodes)
+        self.ranks_gone(*self.state.nodes.joined)
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
@@ -342,14 +343,14 @@ def test_a_newcomer_that_cannot_import_does_not_end_a_healthy_job():
     stage.join(1)
     stage.state_machine.node_failed(1, NodeFailed(None, LauncherFailure.IMPORT, "exited while importing"), stage.now)
     stage.tick()
-    assert "node 1 (host-1) was dropped: exited while importing" in stage.said
+    assert "node 1 (host-1) is lost: exited while importing" in stage.said
     assert not stage.sent(Kill) + stage.of(JobEnd)
 
     # Its launcher ends: it would come back, and the ranks would save for it again. It hangs up by itself.
     (dismissed,) = stage.of(DismissNode)
     assert dismissed.node == 1
     assert (dismissed.ending.code, dismissed.ending.failure.kind) == (ExitCode.FAILED, LauncherFailure.IMPORT)
-    assert not stage.of(DropNode)
+    assert not stage.of(HangUp)
 
     stage.exit(0, 75)
     stage.tick(3.1)
@@ -378,7 +379,7 @@ def test_a_node_that_cannot_set_up_its_ranks_is_dismissed_if_the_job_can_spare_i
     stage.tick()
     setup_failed(stage)
     assert [command.node for command in stage.of(DismissNode)] == [1]
-    assert "node 1 (host-1) was dropped: no space left" in stage.said
+    assert "node 1 (host-1) is lost: no space left" in stage.said
     assert stage.sent(Kill) == [0]
 
 
@@ -583,7 +584,7 @@ def exhaust_time(stage: Stage, seconds: float) -> None:
     stage.tick(seconds)
     assert stage.sent(CollectStacks) == [0]
     assert not stage.sent(Kill)
-    stage.tick(hang_check.NODES_STACKS_S)
+    stage.tick(LOST_AFTER_S)
     assert stage.sent(Kill) == [0]
 
 
@@ -838,10 +839,10 @@ def test_no_restarts_at_all_means_none_by_the_platform_either():
 def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     stage = nodes(2, 2, 2)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished: no heartbeat for 5 s", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
-    assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
+    assert stage.said.startswith("lockstep: node 1 (host-1) is lost: no heartbeat for 5 s")
     stage.ranks_gone()
     (ending,) = stage.tick()
     assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
@@ -870,12 +871,12 @@ def test_of_a_node_that_is_lost_no_rank_is_named():
     stage = Stage(TWO, TWO)
     stage.join(1)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     assert "Log of rank" not in [stage.tick(), stage.said][1]
     stage.ranks_gone(0)
     (ending,) = [stage.tick(), stage.of(JobEnd)][1]
     assert (ending.failure.rank, ending.failure.node) == (None, 1)
-    assert api._describe_exit(ending) == "exit code 75 (restart): node: node 1 (host-1) vanished"
+    assert api._describe_exit(ending) == "exit code 75 (restart): node: node 1 (host-1) is lost: no heartbeat for 5 s"
 
 
 def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
@@ -884,7 +885,7 @@ def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
     assert stage.tick()[-1] == StartAttempt(0, {0: 2, 1: 2})
     stage.state_machine.node_returned(1, Node(2, "host-1", TWO), stage.now)
     stage.tick()
-    assert "node 1 (host-1) lost its connection and made a new one" in stage.said
+    assert "node 1 (host-1) is lost: it has made a new connection" in stage.said
     assert "restarting 4 ranks" in stage.said
     assert not stage.sent(SaveAndExit)  # the ranks are killed: those of the node are lost
     assert stage.sent(Kill) == [0]
@@ -908,7 +909,7 @@ def test_ranks_that_are_lost_with_a_failure_are_no_consequence_of_it():
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
@@ -934,7 +935,7 @@ def test_ranks_that_finished_are_no_consequence_of_a_failure():
 def test_a_job_continues_without_a_lost_node_where_allowed():
     stage = nodes(1, 2, 2)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone()
     assert not [stage.tick(2.9), stage.of(StartAttempt)][1]
     assert stage.tick(0.2)[-1] == StartAttempt(1, {0: 1})
@@ -949,9 +950,9 @@ def test_an_error_may_come_of_a_node_that_is_about_to_turn_out_lost():
     stage.tick(3)
     stage.beat(node=0)
     assert stage.tick() == []
-    stage.state_machine.node_lost(1, "vanished: no heartbeat for 5 s", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
-    assert stage.said.startswith("lockstep: node 1 (host-1) vanished")
+    assert stage.said.startswith("lockstep: node 1 (host-1) is lost: no heartbeat for 5 s")
     assert "restarting 1 rank" in stage.said
 
 
@@ -965,15 +966,30 @@ def test_an_error_while_all_nodes_are_well_is_just_that():
     assert "rank 0 on host-0" in stage.said
 
 
+def test_a_node_that_joins_as_the_ranks_fail_is_in_the_next_attempt():
+    """The ranks were asked to save, which they could not do any more, and the screen said so."""
+    stage = Stage(TWO, Bounds(1, 2))
+    stage.tick(3.0)
+    stage.exit(0, 1, **LOST)
+    stage.join(1)
+    stage.tick()
+    assert "asking the ranks to save" not in stage.said
+    assert stage.sent(SaveAndExit) == []
+    stage.tick(5.0)
+    assert stage.sent(Kill) == [0]
+    stage.ranks_gone(0)
+    assert StartAttempt(1, {0: 2, 1: 2}) in stage.tick()
+
+
 def test_a_node_lost_while_the_others_stop():
     stage = nodes(2, 3, 3)
     stage.tick()
     stage.exit(2, -9)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0, 2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1, 2: 1})]
     stage.exit(1, -9)
-    stage.state_machine.node_lost(2, "vanished", stage.now)
+    stage.state_machine.node_lost(2, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0)
     assert [stage.tick(), stage.of(JobEnd)][1][0].code == ExitCode.RESTART
 
@@ -983,7 +999,7 @@ def test_a_restart_that_a_lost_node_prevents_is_called_off_aloud():
     stage.tick()
     stage.exit(1, -9)
     assert "restarting 2 ranks" in [stage.tick(), stage.said][1]
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0)
     stage.tick()
     assert "not restarted: 1 node left, and 2 needed. To resume from the beginning: type it again" in stage.said
@@ -995,7 +1011,7 @@ def test_a_node_that_returns_before_the_other_ranks_are_gone_is_not_missed():
     stage = nodes(3, 3, 3)
     stage.tick()
     stage.exit(1, -9)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.join(3)
     stage.ranks_gone(0, 2)
     stage.tick()
@@ -1009,7 +1025,7 @@ def test_a_node_lost_after_its_ranks_saved_for_a_resize_is_missed():
     stage.state_machine.resize_requested(2, stage.now)
     for rank in (2, 3):
         stage.exit(rank, 75)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     for rank in (0, 1):
         stage.exit(rank, 75)
     stage.tick()
@@ -1020,10 +1036,10 @@ def test_a_node_lost_after_its_ranks_saved_for_a_resize_is_missed():
 def test_a_node_lost_while_the_job_waits_for_more():
     stage = nodes(2, 3, 3)
     stage.tick()
-    stage.state_machine.node_lost(2, "vanished", stage.now)
+    stage.state_machine.node_lost(2, "no heartbeat for 5 s", stage.now)
     stage.ranks_gone(0, 1)
     stage.tick()
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     assert stage.tick()[-1].code == ExitCode.RESTART
 
 
@@ -1032,7 +1048,7 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     stage.tick()
     stage.exit(1, -9)
     stage.ranks_gone(0)
-    stage.tick(status.NODES_KILL_S - 1)
+    stage.tick(NODES_KILL_S - 1)
     assert not stage.of(StartAttempt)
     stage.tick(2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
@@ -1046,8 +1062,8 @@ def test_a_coordinating_node_that_cannot_stop_its_ranks_ends_the_job(others):
     stage.exit(0, -9)
     for node in range(1, others + 1):
         stage.ranks_gone(node)
-    stage.tick(status.NODES_KILL_S + 1)
-    assert stage.of(StartAttempt) == stage.of(DropNode) == []
+    stage.tick(NODES_KILL_S + 1)
+    assert stage.of(StartAttempt) == stage.of(HangUp) == []
     assert (
         "not restarted: killed ranks on this machine did not end within 30 s. To resume from the beginning: type it"
         in stage.said
@@ -1060,7 +1076,7 @@ def test_an_end_that_is_decided_stays_so_though_the_ranks_do_not_die(stage):
     stage.state_machine.preempt_requested("SIGINT", stage.now)
     stage.exit(1, -9)
     stage.tick()
-    stage.tick(status.NODES_KILL_S + 1)
+    stage.tick(NODES_KILL_S + 1)
     assert [ending.code for ending in stage.of(JobEnd)] == [ExitCode.FAILED]
 
 
@@ -1068,27 +1084,27 @@ def test_the_zygote_of_a_node_that_was_dropped_does_not_matter():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.exit(0, -9)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
     stage.state_machine.node_failed(1, NodeFailed(0, LauncherFailure.ZYGOTE, "died"), stage.now)
     assert stage.tick() == []
 
 
-def test_a_node_that_starts_nothing_is_named_and_dropped():
+def test_a_node_that_starts_nothing_is_named_and_lost():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.beat(node=0)
     stage.state_machine.heartbeat_received(1, NodeHeartbeat(), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
-    assert not stage.of(DropNode)
+    assert not stage.of(HangUp)
     assert not stage.state_machine.is_due(stage.now)
     stage.now += 0.2
     assert stage.state_machine.is_due(stage.now)  # the coordinator looks at the checkpoints before the decision
     stage.tick()
     assert not stage.state_machine.is_due(stage.now)
     stage.ranks_gone(0)
-    assert stage.of(DropNode) == [DropNode(1)]
-    assert "node 1 (host-1) was dropped: it did not start its ranks within 10 s" in stage.said
+    assert stage.of(HangUp) == [HangUp(1)]
+    assert "node 1 (host-1) is lost: it did not start its ranks within 10 s" in stage.said
     stage.tick(3.1)
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
 
@@ -1097,7 +1113,7 @@ def test_a_node_that_has_done_its_part_may_go():
     stage = nodes(2, 2, 2)
     stage.tick()
     stage.exit(1, 0)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.exit(0, 0)
     assert [stage.tick(), stage.of(JobEnd)][1] == [JobEnd(0)]
 
@@ -1146,7 +1162,7 @@ def test_a_job_that_has_failed_is_not_restarted_by_a_successor():
     new = taken_over(stage)
     assert "not restarted: that was decided" in [new.tick(), new.said][1]
     new.join(1)
-    assert not [new.tick(state_machine.FENCE_S - 1), new.of(JobEnd)][1]
+    assert not [new.tick(FENCE_S - 1), new.of(JobEnd)][1]
     assert [(end.code, end.failure.message) for end in [new.tick(2), new.of(JobEnd)][1]] == [(1, "the same again")]
 
 
@@ -1267,7 +1283,7 @@ def test_too_few_that_are_left_wait():
     new = taken_over(stage, Bounds(2, 2))
     assert "waiting for 1 more node" in [new.tick(299), new.said][1]
     new.join(1)
-    new.state_machine.node_lost(1, "vanished", new.now)
+    new.state_machine.node_lost(1, "no heartbeat for 5 s", new.now)
     assert not [new.tick(), new.of(JobEnd)][1]
     assert [new.tick(2), new.of(JobEnd)][1][0].code == ExitCode.RESTART
 
@@ -1305,7 +1321,7 @@ def test_a_node_that_is_lost_owes_no_stacks():
     assert stage.sent(CollectStacks) == [0, 1]
     stage.state_machine.receive(0, Stacks.of(0, 1, {0: ""}, {}), stage.now)
     assert stage.tick() == []
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.tick()
     assert "no rank has advanced for" in stage.said
 
@@ -1622,7 +1638,7 @@ def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(0, {0: 1, 1: 1})]
     stage.exit(1, 0)
-    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "no heartbeat for 5 s", stage.now)
     stage.exit(0, 1, **LOST)
     stage.tick()
     assert "rank 1 on host-1 failed" in stage.said

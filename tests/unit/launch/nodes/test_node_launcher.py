@@ -11,10 +11,17 @@ from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
 from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome, received
-from lockstep.launch.nodes.roles import CoordinatorRole, Membership
+from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm
 from lockstep.launch.nodes.search import Search
-from lockstep.launch.wire.connections import Garbled
-from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Kill, NodeHeartbeat, Welcome
+from lockstep.launch.wire.connections import ConnectionLost, Garbled
+from lockstep.launch.wire.messages import (
+    CoordinatorState,
+    JobEnd,
+    Kill,
+    NodeHeartbeat,
+    SignalReceived,
+    Welcome,
+)
 from lockstep.runtime.rendezvous.handshake import Secret
 
 ADDRESS = "127.0.0.1:29400"
@@ -26,7 +33,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
     job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
     made = NodeLauncher(job, "host-c", [], Secret(b"s" * 32, "a test"))
-    made._membership = Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
+    made._joined = JoinedTerm(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
     return made
 
 
@@ -72,6 +79,69 @@ def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(n
     said = capfd.readouterr().err
     assert "another node took over this job" in said
     assert "is lost" not in said
+
+
+class FakeConnection:
+    """A connection to a coordinator that sends these messages, each in a turn of its own, and is then lost."""
+
+    local_address = "127.0.0.1"
+
+    def __init__(self, *messages):
+        self._messages = list(messages)
+        self._here, self._there = socket.socketpair()
+        self._there.send(b"x")  # something has arrived
+        self.sent = []
+
+    def fileno(self):
+        return self._here.fileno()
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self, now):
+        if not self._messages:
+            raise ConnectionLost("the connection was closed")
+
+        return [self._messages.pop(0)]
+
+    def close(self):
+        self._here.close()
+        self._there.close()
+
+
+@pytest.mark.parametrize(
+    ("last_state", "kept"),
+    [
+        (CoordinatorState([[0, 2]], 0), ["SIGTERM"]),
+        (CoordinatorState([[0, 2]], 0, preempt_signal="SIGTERM"), []),  # the successor has this state
+    ],
+)
+def test_a_signal_that_was_sent_to_a_coordinator_as_it_died_reaches_its_successor(
+    node, tmp_path, monkeypatch, last_state, kept
+):
+    """The signal was lost with the coordinator, and the job trained on until the scheduler killed it."""
+    agent = SimpleNamespace(
+        nproc=Bounds(1, 1), poll=list, heartbeat=NodeHeartbeat, sockets=list, kill_and_wait=list, close=list
+    )
+    monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: agent)
+    found = []
+    monkeypatch.setattr(node._search, "after_loss", lambda last, why: found.append(list(node._signals)))
+    welcome = Welcome(str(tmp_path), "again", number=2, term=Term(1, "host-a", ADDRESS))
+    state = CoordinatorState([[0, 2]], 0)
+
+    connection = FakeConnection(welcome, state, state, last_state)
+    node._signals.append("SIGTERM")
+    node._follow(connection)
+    assert SignalReceived("SIGTERM") in connection.sent
+    assert found == [kept]
+
+
+def test_a_job_that_saves_already_gets_no_signal_twice(node, tmp_path):
+    """A second Ctrl-C would kill the ranks at once."""
+    node._signals.append("SIGINT")
+    state = CoordinatorState([[0, 2]], 0, preempt_signal="SIGINT")
+    node._adopt(Welcome(str(tmp_path), "again", 3, Term(1, "host-a", ADDRESS)), state, "127.0.0.1")
+    assert node._signals == []
 
 
 def test_what_no_coordinator_sends_ends_the_connection():

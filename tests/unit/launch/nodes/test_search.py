@@ -11,9 +11,9 @@ from lockstep.launch import election
 from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import search as module
-from lockstep.launch.nodes.roles import Membership
-from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Search
-from lockstep.launch.times import HOUR_S, LOST_AFTER_S
+from lockstep.launch.nodes.roles import JoinedTerm
+from lockstep.launch.nodes.search import GONE_S, MAX_RECONNECTS, Search
+from lockstep.launch.times import DELIVER_S, HOUR_S, LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.handshake import Secret
 from ports import free_port
@@ -49,7 +49,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def last():
     """Node 2 of three, which followed the coordinator of term 1."""
-    return Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
+    return JoinedTerm(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
 
 
 @pytest.fixture

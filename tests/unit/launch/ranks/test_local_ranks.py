@@ -43,13 +43,13 @@ def test_the_files_of_a_long_attempt_stay_fresh(tmp_path):
         os.utime(store, (1.0, 1.0))
         local.do_housekeeping()
         assert store.stat().st_mtime == 1.0
-        local._touched -= module.TOUCH_S + 1
+        local._touched -= module.HOUR_S + 1
         local.do_housekeeping()
         assert time.time() - store.stat().st_mtime < 3600
 
         # A cleaner of /tmp that removes the folder does not end the launcher.
         shutil.rmtree(local.folder)
-        local._touched -= module.TOUCH_S + 1
+        local._touched -= module.HOUR_S + 1
         local.do_housekeeping()
     finally:
         local.close()
@@ -72,7 +72,7 @@ def test_ranks_learn_which_signal_the_launcher_received(tmp_path, monkeypatch, a
 
 
 def test_stacks_that_would_be_too_large_for_a_message_keep_the_main_thread(tmp_path, monkeypatch):
-    """A message above the largest size would look like an attack, and its node would be dropped."""
+    """A message above the largest size would look like an attack, and its node would be lost."""
     monkeypatch.setattr(module, "STACKS_SIZE", 4000)
     texts = {rank: "x" * 9000 + f"the main thread of {rank}" for rank in range(2)}
     monkeypatch.setattr(module.stacks, "collect", lambda *arguments: texts)

@@ -17,6 +17,7 @@ from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import rank_record, zygote, zygote_client
 from lockstep.launch.ranks.zygote import RankChange, Zygote
 from lockstep.launch.ranks.zygote_client import ZygoteClient
+from lockstep.launch.wire.sockets import wait_readable
 
 HIGH = 1100  # `select.select` takes no descriptor above 1023
 
@@ -246,8 +247,27 @@ os.fork = slowly
 """
 
 
+def test_a_zygote_that_has_answered_a_halted_launcher_is_not_killed(tmp_path):
+    """Both were suspended for longer than an answer may take: the answer had come, and the zygote was killed."""
+    client = ZygoteClient("json:dumps", (), os.environ)
+    lifeline, end = os.pipe()
+    until = time.monotonic() + 60
+    while not client.ready and time.monotonic() < until:
+        client.poll()
+        time.sleep(0.01)
+    client.fork(0, client.env | {"RANK": "0", zygote.ATTEMPT_FOLDER: str(tmp_path)}, {}, tmp_path / "log", lifeline)
+    assert wait_readable(client.sockets, 60.0)
+    client._since -= zygote_client.ANSWER_S + 1.0  # in which the launcher was halted
+    changes = client.poll()
+    alive = client.alive
+    client.close()
+    os.close(lifeline)
+    os.close(end)
+    assert (alive, [change.rank for change in changes][:1]) == (True, [0])
+
+
 def test_a_suspended_zygote_that_takes_no_requests_is_given_up_in_time(monkeypatch, tmp_path):
-    monkeypatch.setattr(zygote_client, "ZYGOTE_SEND_S", 0.1)
+    monkeypatch.setattr(zygote_client, "HELD_UP_S", 0.1)
     client = ZygoteClient("json:dumps", (), os.environ)
     until = time.monotonic() + 60
     while not client.ready and time.monotonic() < until:

@@ -1,11 +1,10 @@
 """The nodes of a job: which have joined, and how many ranks each should run.
 
-Four words for nodes that do not take part:
+Three words for nodes that do not take part:
 
     refused      it asked to join and may not, for example because its command differs; its launcher prints why and ends
-    lost         it belonged to the job, and does not any more; the message says why, for example that it "vanished"
-    dropped      lost by a decision of the coordinator, which closes its connection; it may join again
-    dismissed    dropped, and its launcher ends, because it cannot import the program or set up its ranks
+    lost         it belonged to the job, and does not any more, whatever the reason; it may join again
+    dismissed    lost, and its launcher ends, because it cannot import the program or set up its ranks
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.errors import plural
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Bounds
 
 # How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join. If nodes keep
@@ -33,12 +33,12 @@ class Node:
     nproc: Bounds
 
 
-class Members:
+class JobNodes:
     """The nodes of the job now, and how many ranks each should run in the next attempt."""
 
     def __init__(self, bounds: Bounds, now: float):
         self.bounds = bounds  # --nnodes
-        self.nodes: dict[int, Node] = {}
+        self.joined: dict[int, Node] = {}
 
         # Node -> ranks of the next attempt.
         self.ranks_per_node: dict[int, int] = {}
@@ -46,21 +46,28 @@ class Members:
         # Node -> when its last heartbeat came.
         self.last_heartbeats: dict[int, float] = {}
 
-        # When a node last joined or left, and since when the job has had enough nodes and waits for more.
+        # When a node last joined or was lost, and since when the job has had enough nodes and waits for more.
         self._changed = now
         self._enough_since = math.inf
 
     def add(self, node: Node, now: float) -> None:
         """Add a node. It runs as many ranks as its command says, until a resize."""
-        self.nodes[node.number] = node
+        self.joined[node.number] = node
         self.ranks_per_node[node.number] = node.nproc.initial
         self._changed = now
         if not self.missing:
             self._enough_since = min(self._enough_since, now)
 
+    def loss_of(self, number: int, why: str) -> Failure:
+        """Return the loss of a node as a failure. `why` is a clause: "no heartbeat for 5 s"."""
+        host = self.joined[number].host
+        return Failure.by_launcher(
+            LauncherFailure.NODE, f"node {number} ({host}) is lost: {why}", host=host, node=number
+        )
+
     def remove(self, number: int, now: float) -> None:
-        """Remove a node that has left, or was lost."""
-        del self.nodes[number]
+        """Remove a node that is lost."""
+        del self.joined[number]
         del self.ranks_per_node[number]
         self.last_heartbeats.pop(number, None)
         self._changed = now
@@ -75,22 +82,22 @@ class Members:
     @property
     def full(self) -> bool:
         """Whether no other node may join."""
-        return len(self.nodes) >= self.bounds.most
+        return len(self.joined) >= self.bounds.most
 
     @property
     def missing(self) -> int:
         """How many more nodes the job needs."""
-        return max(self.bounds.least - len(self.nodes), 0)
+        return max(self.bounds.least - len(self.joined), 0)
 
     @property
     def can_spare_a_node(self) -> bool:
         """Whether enough nodes would be left without one of them."""
-        return len(self.nodes) > self.bounds.least
+        return len(self.joined) > self.bounds.least
 
     @property
     def shortage(self) -> str | None:
         """How many nodes are left and needed, in words; None if there are enough."""
-        left = plural(len(self.nodes), "node")
+        left = plural(len(self.joined), "node")
         return f"{left} left, and {self.bounds.least} needed" if self.missing else None
 
     def begin_to_settle(self, now: float) -> None:
@@ -113,12 +120,12 @@ class Members:
     @property
     def rank_bounds(self) -> Bounds:
         """How many ranks the nodes that are here can run in all."""
-        nodes = self.nodes.values()
+        nodes = self.joined.values()
         return Bounds(sum(node.nproc.least for node in nodes), sum(node.nproc.most for node in nodes))
 
     def resize(self, ranks: int) -> None:
         """Divide this many ranks over the nodes, for the next attempt."""
-        self.ranks_per_node = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
+        self.ranks_per_node = divide(ranks, {number: node.nproc for number, node in sorted(self.joined.items())})
 
 
 def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:

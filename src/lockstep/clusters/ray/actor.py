@@ -1,6 +1,6 @@
 """What runs on a node of a Ray cluster: an actor, and as its child process the launcher of the node.
 
-    python -m lockstep.clusters.ray.agent PID train ...     the child: `lockstep train ...`, which dies with process PID
+    python -m lockstep.clusters.ray.actor PID train ...     the child: `lockstep train ...`, which dies with process PID
 
 The actor starts no threads but one that reads the child's output, and answers at once: the driver asks it for news.
 """
@@ -43,7 +43,7 @@ TERM_S = 1.0
 
 
 @dataclass(frozen=True)
-class AgentReport:
+class ActorReport:
     """What has happened since the last report: output of the launcher, and its exit code once it has ended."""
 
     lines: list[str]
@@ -100,7 +100,7 @@ def _listens(pid: int, address: str) -> bool:
     return any(at.laddr[1:] == (port,) for at in sockets)
 
 
-class NodeAgent:
+class NodeActor:
     """The actor on one node.
 
     `secret` is the job's, `environment` holds variables of the driver, and `folder` is the driver's working folder,
@@ -137,7 +137,7 @@ class NodeAgent:
         self._check_folders()
         inherited = {name: value for name, value in os.environ.items() if name != THREADS}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.clusters.ray.agent", str(os.getpid()), *words],
+            [sys.executable, "-m", "lockstep.clusters.ray.actor", str(os.getpid()), *words],
             cwd=self._folder,
             env=inherited | self._variables,
             stdin=subprocess.DEVNULL,
@@ -174,7 +174,7 @@ class NodeAgent:
         for line in child.stdout:
             self._lines.append(line.decode(errors="replace").rstrip("\n"))
 
-    def poll(self) -> AgentReport:
+    def poll(self) -> ActorReport:
         """Return what has happened since the last call. `start` must have been called."""
         assert self._child is not None
         assert self._reader is not None
@@ -193,9 +193,9 @@ class NodeAgent:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
 
         if code is None:
-            return AgentReport(lines, None, coordinates)
+            return ActorReport(lines, None, coordinates)
 
-        return AgentReport(lines, code, coordinates, self._term.ended_job(), self._port_taken())
+        return ActorReport(lines, code, coordinates, self._term.ended_job(), self._port_taken())
 
     def _port_taken(self) -> bool:
         """Return whether another program listens where the nodes were to meet. Only for a launcher that has ended."""
