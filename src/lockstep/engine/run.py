@@ -260,6 +260,10 @@ class Run:
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
 
+        # The user's code may have called a sharded model, which then still has the weights that it has gathered.
+        if save_due or self.stepper.outcome_handler.rewind_after:
+            self.driver.reshard()
+
         # After a rewind there is nothing to check or to save: the state was just loaded from a checkpoint.
         if self.stepper.outcome_handler.rewind_after:
             self._rewind(self.stepper.outcome_handler.rewind_after)
