@@ -154,7 +154,7 @@ class Draw:
         if pipelined:
             model -= {"aux", "plain"}
             loss &= {"calls", "break", "item", "branch", "beta", "metrics", "scalar weight", "weights"}
-            task -= {"forward", "calls the model"}
+            task -= {"forward", "calls the model", "clamp"}
         if by_hand:
             task -= {"unfreeze"}
         if sharded:

@@ -260,10 +260,6 @@ class Run:
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
 
-        # The user's code may have called a sharded model, which then still has the weights that it has gathered.
-        if save_due or self.stepper.outcome_handler.rewind_after:
-            self.driver.reshard()
-
         # After a rewind there is nothing to check or to save: the state was just loaded from a checkpoint.
         if self.stepper.outcome_handler.rewind_after:
             self._rewind(self.stepper.outcome_handler.rewind_after)
@@ -294,6 +290,7 @@ class Run:
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcome_handler.rewind_after = None
+        self.driver.reshard()  # the user's code may have called the model, and left its weights gathered
         self.checkpoints.rewind(skipped.result, skipped.span)
         self.log.interval.restart_clock()
 
