@@ -393,25 +393,39 @@ def test_other_random_numbers_are_found(pool: Any, tmp_path: Any) -> None:
     assert "compiled the loss" not in found["events"][0]
 
 
-class Hooked(Words):
-    """A hook that comes after two steps, and one that goes then."""
+class Adding(Words):
+    """Its model gets a hook after two steps."""
 
     def model(self) -> nn.Module:
         self.net = super().model()
-        self.handle = self.net.blocks[0].register_forward_hook(lambda module, args, x: 1.5 * x)
         return self.net
 
     def after_step(self, run: Any, result: Any) -> None:
         if run.steps_done == 2:
+            self.net.blocks[1].linear.register_forward_hook(lambda module, args, x: 2 * x)
+
+
+class Removing(Adding):
+    """Its model loses a hook after two steps."""
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        self.handle = net.blocks[0].register_forward_hook(lambda module, args, x: 1.5 * x)
+        return net
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 2:
             self.handle.remove()
-            self.net.blocks[1].register_forward_hook(lambda module, args, x: 2 * x)
 
 
+@pytest.mark.parametrize("task", [Adding, Removing])
 @pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp", "blocks": ["Block"]}])
-def test_hooks_that_come_and_go_count(settings: dict[str, Any], pool: Any, tmp_path: Any) -> None:
+def test_hooks_that_come_and_go_count(
+    task: type[Task], settings: dict[str, Any], pool: Any, tmp_path: Any
+) -> None:
     ranks = 2 if settings else 1
-    plain = start(pool, tmp_path / "plain", ranks, task=Hooked, compile=False, **settings)[0]
-    found = start(pool, tmp_path / "compiled", ranks, task=Hooked, **settings)[0]
+    plain = start(pool, tmp_path / "plain", ranks, task=task, compile=False, **settings)[0]
+    found = start(pool, tmp_path / "compiled", ranks, task=task, **settings)[0]
     assert found["graphs"] > 0
     assert_close(found, plain)
 
