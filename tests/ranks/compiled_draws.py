@@ -137,7 +137,9 @@ class Draw:
 
         # What the model, the loss and the hooks do.
         plain = pipelined or sharded
-        model = some(("batchnorm", "counter", "replaced", "calls", "aux", "offset", "plain"), 0.0 if pipelined else 0.15)
+        model = some(
+            ("batchnorm", "counter", "replaced", "calls", "aux", "offset", "plain"), 0.0 if pipelined else 0.15
+        )
         model |= some(("hook", "prehook", "backward hook", "parameter hook", "tensor hook"), 0.12)
         model |= some(("checkpoint", "function", "frozen", "shared"), 0.0 if plain else 0.12)
         model |= some(("temperature", "options", "global", "random"), 0.1)
@@ -172,6 +174,7 @@ class Draw:
         # cannot look up casts of autocast. No user's code is compiled in this way.
         if backend == "eager" and (precision != "fp32" or dropout):
             settings["remat"] = "none"
+            model -= {"checkpoint"}
         if sharded or settings["remat"] != "none":
             settings["blocks"] = ["Block"]
         depth = draw.randint(1, 3)
@@ -581,7 +584,7 @@ def train_by_hand(run: OwnRun, task: Drawn) -> None:
     """The task in a loop of the user's."""
     draw = task.draw
     plain = task.model()
-    model, optimizer = run.setup(plain, task.optimizer(plain))
+    model, _ = run.setup(plain, task.optimizer(plain))
     loss = run.compile(task.loss) if draw.by_hand == "function" else task.loss
     passes = 2 if draw.by_hand == "passes" else 1
     for step in run.steps(task.data(), task.collate, passes=passes):
@@ -589,7 +592,7 @@ def train_by_hand(run: OwnRun, task: Drawn) -> None:
             for batch in step:
                 found = loss(model, batch)
                 task.seen.append(("loss", float(found.total.detach()), float(found.weight)))
-                step.backward(found.total, found.weight, **{k: v for k, v in found.metrics.items()})
+                step.backward(found.total, found.weight, **found.metrics)
             result = step.measure() if number + 1 < passes else step.apply()
         task.after_step(run, result)
         if step.number % draw.settings.get("evaluate.every", 1000) == 0:
@@ -728,8 +731,15 @@ def run_of(pool: Any, draw: Draw, folder: Path, compiled: bool) -> list[dict[str
         if not results:
             results = each
         else:
-            results = [{**new, "seen": [*old["seen"], *new["seen"]], "calls": [*old["calls"], *new["calls"]],
-                        "events": [*old["events"], *new["events"]]} for old, new in zip(results, each, strict=True)]
+            results = [
+                {
+                    **new,
+                    "seen": [*old["seen"], *new["seen"]],
+                    "calls": [*old["calls"], *new["calls"]],
+                    "events": [*old["events"], *new["events"]],
+                }
+                for old, new in zip(results, each, strict=True)
+            ]
     return results
 
 
@@ -741,7 +751,9 @@ def compare(draw: Draw, eager: list[dict[str, Any]], found: list[dict[str, Any]]
             if a[name] != b[name]:
                 problems.append(f"rank {rank}: {name}: eager {brief(a[name])}, compiled {brief(b[name])}")
         problems += [f"rank {rank}: {text}" for text in numbers_apart(a["seen"], b["seen"], draw.tolerance)]
-        problems += [f"rank {rank}: buffer {text}" for text in tensors_apart(a["buffers"], b["buffers"], draw.tolerance)]
+        problems += [
+            f"rank {rank}: buffer {text}" for text in tensors_apart(a["buffers"], b["buffers"], draw.tolerance)
+        ]
 
     files = [load_file(folder / name / "model.safetensors") for name in ("eager", "compiled")]
     problems += [f"weights: {text}" for text in tensors_apart(*files, draw.tolerance)]
@@ -842,7 +854,6 @@ def main() -> None:
     options = parser.parse_args()
 
     from pool import COMPILER, Pool
-
     from ranks import compiled_draws as draws  # by its name, which the ranks can import
 
     pool = Pool()

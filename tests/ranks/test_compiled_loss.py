@@ -256,7 +256,9 @@ def trained(
         stack.enter_context(patch.object(compiler_module, "MOST_POSTPONED", most_postponed))
         compile_module = nn.Module.compile
         stack.enter_context(
-            patch.object(nn.Module, "compile", lambda module, **given: compile_module(module, **{"backend": backend, **given}))
+            patch.object(
+                nn.Module, "compile", lambda module, **given: compile_module(module, **{"backend": backend, **given})
+            )
         )
         stack.enter_context(patch.object(facts, "history_path", lambda: Path(folder).parent / "compile.json"))
         if judged:
@@ -420,9 +422,7 @@ class Removing(Adding):
 
 @pytest.mark.parametrize("task", [Adding, Removing])
 @pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp", "blocks": ["Block"]}])
-def test_hooks_that_come_and_go_count(
-    task: type[Task], settings: dict[str, Any], pool: Any, tmp_path: Any
-) -> None:
+def test_hooks_that_come_and_go_count(task: type[Task], settings: dict[str, Any], pool: Any, tmp_path: Any) -> None:
     ranks = 2 if settings else 1
     plain = start(pool, tmp_path / "plain", ranks, task=task, compile=False, **settings)[0]
     found = start(pool, tmp_path / "compiled", ranks, task=task, **settings)[0]
@@ -446,9 +446,7 @@ class Apart(Words):
 
 
 @pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_ranks_do_not_wait_for_one_that_calls_something_else(
-    always: bool, pool: Any, tmp_path: Any
-) -> None:
+def test_ranks_do_not_wait_for_one_that_calls_something_else(always: bool, pool: Any, tmp_path: Any) -> None:
     settings = {"micro_batch": 8, "ddp.find_unused_parameters": True, "hang.first": 20, "task": Apart}
     plain = start(pool, tmp_path / "plain", 2, compile=False, **settings)
     found = start(pool, tmp_path / "compiled", 2, most_postponed=1 if always else 16, **settings)
@@ -459,6 +457,32 @@ def test_ranks_do_not_wait_for_one_that_calls_something_else(
         else:
             assert reason.startswith("compiled the model in")
         assert_close(rank, expected)
+
+
+class Partly(Words):
+    """torch breaks the graph of the model at a hook, and some losses call its blocks themselves."""
+
+    def model(self) -> nn.Module:
+        self.net = net = super().model()
+        net.blocks[-1].register_forward_hook(lambda module, inputs, outputs: torch._dynamo.graph_break())
+        return net
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        if int(batch[0, 0]) % 2:
+            return super().loss(model, batch)
+
+        x = self.net.embedding(batch)
+        for block in self.net.blocks:
+            x = block(x)
+        return Loss(self.net.head(x).square().sum(), batch[:, 1:].numel())
+
+
+def test_blocks_that_are_recomputed_need_one_graph(pool: Any, tmp_path: Any) -> None:
+    settings = {"task": Partly, "micro_batch": 2, "remat": "every-2", "blocks": ["Block"]}
+    plain = start(pool, tmp_path / "plain", compile=False, **settings)[0]
+    found = start(pool, tmp_path / "compiled", **settings)[0]
+    assert "not the model: remat=every-2 needs one graph, and torch breaks it" in found["events"][0]
+    assert_close(found, plain)
 
 
 def test_wrong_code_is_found_and_not_used(pool: Any, tmp_path: Any) -> None:

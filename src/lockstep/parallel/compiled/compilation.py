@@ -113,7 +113,8 @@ class Compilation:
     def _try(self, name: str, snapshot: StateSnapshot, limit_s: float) -> str | None:
         """Compile one target on this rank, compare it with eager, and return what is wrong with it, or None."""
         model = self.driver.model
-        blocks = find_blocks(model, self.compiler.config.blocks)
+        config = self.compiler.config
+        blocks = find_blocks(model, config.blocks)
         function = self.compiler.function
         alone = self.driver.runtime.world.alone
         progress = partial(self.compiler.known.remember_unfinished, name)
@@ -123,6 +124,7 @@ class Compilation:
         try:
             with compiling(len(blocks)), reported(progress), Deadline(limit_s) as deadline:
                 self.target = Target(name, model, blocks, function, bool(self.dynamic), alone, deadline.check)
+                breaks = _graph_breaks()
                 found = self._run_compiled(self.target, snapshot)
         except torch.OutOfMemoryError:
             return "out of memory"
@@ -138,6 +140,11 @@ class Compilation:
             self._remove_target()
             snapshot.restore()
             return self._try(name, snapshot, limit_s - (time.monotonic() - began))
+
+        # Between two graphs torch compiles the inside of a block, and not its recomputation. A later call may run only
+        # a part of that code, and its backward then finds other tensors than its forward has kept, and raises.
+        if config.remat != "none" and _graph_breaks() > breaks:
+            return f"remat={config.remat} needs one graph, and torch breaks it"
 
         # A model that only fits into memory when it is compiled cannot be compared. Where eager steps have run, a lack
         # of memory comes from compiled and eager gradients side by side, and then eager code is kept.
@@ -237,7 +244,9 @@ class Compilation:
 
         if distance <= limit:
             return None
-        return f"loss, gradients or buffers differ from eager by {distance:.2g} (relative; at most {limit:.2g} is allowed)"
+        return (
+            f"loss, gradients or buffers differ from eager by {distance:.2g} (relative; at most {limit:.2g} is allowed)"
+        )
 
     def _wait(self, name: str, timeout: timedelta) -> bool:
         """Wait for all ranks through the store: the timeout of a collective is shorter than compiling takes."""
@@ -253,6 +262,11 @@ class Compilation:
         if device.type == "cuda":
             return torch.cuda.default_generators[device.index or 0]
         return torch.default_generator
+
+
+def _graph_breaks() -> int:
+    """Return how often torch has broken a graph in this process."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def explain(error: Exception) -> str:
