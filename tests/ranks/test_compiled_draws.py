@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from pool import COMPILER, Pool
 from ranks.compiled_draws import Draw, numbers_apart, tensors_apart, try_draw
 
-# `make test-long` runs all; the first ones, which cost little, show that the comparison itself works.
-CHEAP = (2, 14, *range(100, 160))
+# Two that cost little; `make test-long` runs the others.
+SEEDS = (2, 14, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 160)))
 WITH_INDUCTOR = range(1000, 1008)
-SEEDS = CHEAP if os.environ.get("LOCKSTEP_ALL_PAIRS") else CHEAP[:2]
 
 
 @pytest.fixture(scope="module", autouse=True)
