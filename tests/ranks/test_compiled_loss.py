@@ -16,10 +16,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd import profiler
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity
 from torch.utils.data import TensorDataset
 
@@ -31,6 +33,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
 from lockstep.parallel.compiled import compilation, deadline, facts, kernel_times, payoff, targets
+from lockstep.parallel.compiled import compiler as compiler_module
 from lockstep.parallel.compiled.compiler import Compiler, compiler_among
 from lockstep.parallel.compiled.deadline import Deadline
 from lockstep.parallel.compiled.kernel_times import KernelTimer
@@ -232,6 +235,7 @@ def trained(
     judged: bool = False,
     lag: float = 0.0,
     operation_s: float = 0.0,
+    most_postponed: int = 16,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train, and return the weights, the events about compiling, and how often something was compiled.
@@ -249,6 +253,13 @@ def trained(
     counters.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.object(targets, "BACKEND", backend))
+        stack.enter_context(patch.object(compiler_module, "MOST_POSTPONED", most_postponed))
+        compile_module = nn.Module.compile
+        stack.enter_context(
+            patch.object(
+                nn.Module, "compile", lambda module, **given: compile_module(module, **{"backend": backend, **given})
+            )
+        )
         stack.enter_context(patch.object(facts, "history_path", lambda: Path(folder).parent / "compile.json"))
         if judged:
             stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
@@ -271,9 +282,13 @@ def trained(
             made.collate = lambda rows: time.sleep(lag) or collate(rows)  # type: ignore[method-assign]
 
         loop.fit(made, builder)
-        weights = {name: value.clone() for name, value in builder.driver.model.state_dict().items()}
+        weights = {name: full(value).clone() for name, value in builder.driver.model.state_dict().items()}
         state = made.state() if isinstance(made, Noting) else None
         return {"weights": weights, "events": events, "graphs": counters["stats"]["unique_graphs"], "state": state}
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def start(pool: Any, folder: Path, ranks: int = 1, **options: Any) -> list[dict[str, Any]]:
@@ -380,11 +395,101 @@ def test_other_random_numbers_are_found(pool: Any, tmp_path: Any) -> None:
     assert "compiled the loss" not in found["events"][0]
 
 
+class Adding(Words):
+    """Its model gets a hook after two steps."""
+
+    def model(self) -> nn.Module:
+        self.net = super().model()
+        return self.net
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 2:
+            self.net.blocks[1].linear.register_forward_hook(lambda module, args, x: 2 * x)
+
+
+class Removing(Adding):
+    """Its model loses a hook after two steps."""
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        self.handle = net.blocks[0].register_forward_hook(lambda module, args, x: 1.5 * x)
+        return net
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 2:
+            self.handle.remove()
+
+
+@pytest.mark.parametrize("task", [Adding, Removing])
+@pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp", "blocks": ["Block"]}])
+def test_hooks_that_come_and_go_count(task: type[Task], settings: dict[str, Any], pool: Any, tmp_path: Any) -> None:
+    ranks = 2 if settings else 1
+    plain = start(pool, tmp_path / "plain", ranks, task=task, compile=False, **settings)[0]
+    found = start(pool, tmp_path / "compiled", ranks, task=task, **settings)[0]
+    assert found["graphs"] > 0
+    assert_close(found, plain)
+
+
+class Apart(Words):
+    """In the first steps one rank calls a part of the model, and the other one the whole."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        torch._dynamo.graph_break()
+        self.calls += 1
+        if self.calls > 2 or dist.get_rank() == 0:
+            return super().loss(model, batch)
+
+        return Loss(model.embedding(batch).square().sum(), batch[:, 1:].numel())
+
+
+@pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_ranks_do_not_wait_for_one_that_calls_something_else(always: bool, pool: Any, tmp_path: Any) -> None:
+    settings = {"micro_batch": 8, "ddp.find_unused_parameters": True, "hang.first": 20, "task": Apart}
+    plain = start(pool, tmp_path / "plain", 2, compile=False, **settings)
+    found = start(pool, tmp_path / "compiled", 2, most_postponed=1 if always else 16, **settings)
+    for expected, rank in zip(plain, found, strict=True):
+        (reason,) = rank["events"]
+        if always:
+            assert reason == "nothing: in each of 1 steps some rank did not call what was to be compiled"
+        else:
+            assert reason.startswith("compiled the model in")
+        assert_close(rank, expected)
+
+
+class Partly(Words):
+    """torch breaks the graph of the model at a hook, and some losses call its blocks themselves."""
+
+    def model(self) -> nn.Module:
+        self.net = net = super().model()
+        net.blocks[-1].register_forward_hook(lambda module, inputs, outputs: torch._dynamo.graph_break())
+        return net
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        if int(batch[0, 0]) % 2:
+            return super().loss(model, batch)
+
+        x = self.net.embedding(batch)
+        for block in self.net.blocks:
+            x = block(x)
+        return Loss(self.net.head(x).square().sum(), batch[:, 1:].numel())
+
+
+def test_blocks_that_are_recomputed_need_one_graph(pool: Any, tmp_path: Any) -> None:
+    settings = {"task": Partly, "micro_batch": 2, "remat": "every-2", "blocks": ["Block"]}
+    plain = start(pool, tmp_path / "plain", compile=False, **settings)[0]
+    found = start(pool, tmp_path / "compiled", **settings)[0]
+    assert "not the model: remat=every-2 needs one graph, and torch breaks it" in found["events"][0]
+    assert_close(found, plain)
+
+
 def test_wrong_code_is_found_and_not_used(pool: Any, tmp_path: Any) -> None:
     plain = start(pool, tmp_path / "plain", compile=False)[0]
     found = start(pool, tmp_path / "wrong", backend=wrong)[0]
     (reason,) = found["events"]
-    assert reason.startswith("nothing: not the loss with the model: loss or gradients differ from eager by")
+    assert reason.startswith("nothing: not the loss with the model: loss, gradients or buffers differ from eager by")
     assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
 
 

@@ -194,3 +194,19 @@ def test_a_sampler_is_for_training_only(pool: Pool, epoch: int) -> None:
     task.held_out = Sampled(task.held_out, SequentialSampler(epoch))
     (found,) = pool.run(evaluate, task, values(), world=1)
     assert (found.seen, found.samples) == ([0, 1, 2, 3, 4], 5)
+
+
+class Looking(Scored):
+    """Calls the model after every step, as well."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        with torch.no_grad():
+            run.model(self.held_out.tensors[1])
+
+
+@pytest.mark.parametrize(("task", "every"), [(Scored, 2), (Looking, 1000)])
+def test_a_checkpoint_may_follow_forwards_without_a_backward(task: type[Scored], every: int, pool: Pool) -> None:
+    """Under fsdp-grads they leave the weights gathered; what is saved are the shards."""
+    values = {"strategy": "fsdp-grads", "blocks": ["Linear"], "steps": 4, "global_batch": 4, "checkpoint.every": 2}
+    traces = pool.run(fit, task(8), values | {"evaluate.every": every}, world=2)
+    assert [len(trace.steps) for trace in traces] == [4, 4]

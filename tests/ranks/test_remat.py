@@ -95,6 +95,15 @@ def calls(model: Any) -> list[int]:
     return [layer.calls for layer in model.layers]
 
 
+def test_a_second_call_under_autocast_recomputes_what_it_did_itself() -> None:
+    """The weights are converted by then, and are not converted again."""
+    model = stack("selective")
+    with torch.autocast("cpu", torch.bfloat16):
+        total = model(torch.ones(2, 3, 8)) + model(torch.full((2, 3, 8), 0.5))
+    total.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_the_same_bits_with_dropout_inside(kind: str, bf16: bool) -> None:

@@ -289,6 +289,7 @@ class Run:
 
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
+        self.driver.reshard()  # the user's code may have called the model, and left its weights gathered
         self.checkpoints.rewind(skipped.result, skipped.span)
         self.log.interval.restart_clock()
 

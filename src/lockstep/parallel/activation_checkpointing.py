@@ -89,17 +89,23 @@ def _forward(block: nn.Module, original: Callable[..., Any] | None, remat: str, 
 
     # Pass `context_fn` only if it is needed: torch.compile takes any, even torch's default, for a selective checkpoint.
     options: dict[str, Any] = {}
-    if remat == "selective":
+    is_selective = remat == "selective"
+    if is_selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
 
     # torch restores the generators for the recomputation, so that dropout drops the same elements again. It looks for
     # their devices among the positional arguments only, so all arguments are passed by position.
-    call = partial(_call, run, len(args), tuple(kwargs))
+    call = partial(_call, run, is_selective, len(args), tuple(kwargs))
     return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, **options)
 
 
-def _call(run: Callable[..., Any], count: int, names: tuple[str, ...], *values: Any) -> Any:
+def _call(run: Callable[..., Any], is_selective: bool, count: int, names: tuple[str, ...], *values: Any) -> Any:
     """Call `run` with the first `count` values as positional arguments, the others as keyword arguments `names`."""
+    # Autocast keeps the weights that it has converted, so a second call of a block converts none. Its recomputation
+    # would: torch looks up each operation of a selective checkpoint, and refuses one that the forward did not have.
+    if is_selective and not torch.compiler.is_compiling():
+        torch.clear_autocast_cache()
+
     return run(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
 

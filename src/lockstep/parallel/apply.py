@@ -21,7 +21,7 @@ from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.caches import disable_kv_cache
 from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
-from lockstep.parallel.compiled.targets import compiled_call
+from lockstep.parallel.compiled.targets import compiled_call, notice_hooks
 from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.driver import Driver, DriverSetup, RankRole, register_nothing
 from lockstep.parallel.exact.block_inputs import group_input_gradients
@@ -81,6 +81,9 @@ def parallelize(
 
     # What the user has compiled stays as it is.
     compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
+    if compiled and role.collective_forwards:
+        notice_hooks()  # for the rest of the process: torch may compile in any forward
+
     setup = DriverSetup(
         config,
         runtime,

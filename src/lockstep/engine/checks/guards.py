@@ -6,7 +6,7 @@ A check that compares ranks is collective and raises the same error on every ran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,8 +58,10 @@ class TrainableGuard:
     would never be all-reduced.
     """
 
-    def __init__(self, model: nn.Module, late_hooks: LateHooks):
+    def __init__(self, model: nn.Module, late_hooks: LateHooks, reshard: Callable[[], None]):
+        """`reshard` gives up the full weights that a sharded model has gathered, if there are any."""
         self.model = model
+        self._reshard = reshard
         self.named = dict(model.named_parameters())
         self.trainable = [p.requires_grad for p in self.named.values()]
         self.late_hooks = late_hooks
@@ -76,6 +78,8 @@ class TrainableGuard:
 
     def check_structure(self) -> None:
         """Raise if a parameter was added, removed or replaced. This is slower, so it is not called in every step."""
+        # After a forward without a backward, of the user's code, the model may still have full weights for its shards.
+        self._reshard()
         now = dict(self.model.named_parameters())
         for name, p in self.named.items():
             if now.pop(name, None) is not p:

@@ -242,6 +242,10 @@ class Evaluator:
             self.driver.model.eval()
             rows, samples = self._run_local_batches(reader, chosen.loss_fn, metrics, batch, may_preempt)
 
+        # No backward follows, after which a sharded model would give up the weights that it has gathered. Who changes
+        # or saves the weights next must find the shards.
+        self.driver.reshard()
+
         # If any rank was preempted, all ranks stop here.
         preempted = may_preempt and self.runtime.notice.signal is not None
         gathered = self.runtime.collectives.all_gather_json([rows, samples, preempted])

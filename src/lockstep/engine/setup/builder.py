@@ -151,7 +151,7 @@ class RunBuilder:
             driver=driver,
             optimizers=wrapped,
             evaluator=Evaluator(self.config, driver, self.runtime, self.recorder),
-            guard=TrainableGuard(model, late_hooks),
+            guard=TrainableGuard(model, late_hooks, driver.reshard),
             exactness=exactness,
             schedulers=user_schedulers,
             average=average,

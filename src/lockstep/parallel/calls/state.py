@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.parallel.calls.arguments import OpaqueValue, flatten, unflatten
 from lockstep.runtime.autograd_graph import autograd_nodes
@@ -65,6 +66,10 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
         self._attributes = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
 
+        # Tensors that are no buffers, such as averages that a forward updates in place.
+        others = {id(t): t for module in model.modules() for t in _tensors_in(own_attributes(module))}
+        self._tensors = [(tensor, tensor.clone()) for key, tensor in others.items() if key not in unique]
+
     def __exit__(self, *_: object) -> None:
         self.restore()
 
@@ -85,9 +90,9 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
 
         with torch.no_grad():
             # Only what has changed: autograd may have saved a buffer for a backward, and notices every write.
-            for buffer, value in self._values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            for tensor, value in [*self._values, *self._tensors]:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
 
         for module, before in self._attributes:
             _restore_attributes(module, before)
@@ -95,6 +100,17 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
     def current_buffers(self) -> list[Tensor]:
         """Return copies of the current values of the buffers that existed at the snapshot."""
         return [buffer.clone() for buffer, _ in self._values]
+
+    def registered_buffers(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that are registered now, by the number of their module and their name."""
+        # One that has not changed needs no other copy.
+        copies = {id(buffer): value for buffer, value in self._values if torch.equal(buffer, value)}
+        return {
+            f"{number}.{name}": copies[id(buffer)] if id(buffer) in copies else buffer.clone()
+            for number, (module, _, _) in enumerate(self._registered)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
 
     def used_host_random(self) -> bool:
         """Whether a random number was drawn on the host since the snapshot: a replay would not draw it again."""
@@ -115,12 +131,22 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
 
     def changed_attributes(self) -> list[str]:
         """Return `Class.name` of attributes that were added or replaced, or whose list or dict was changed."""
-        return [
-            f"{type(module).__name__}.{name}"
-            for module, before in self._attributes
-            for name, value in own_attributes(module).items()
-            if name not in before or not _unchanged(value, *before[name])
-        ]
+        return [f"{type(module).__name__}.{name}" for module, name, _ in self._changed()]
+
+    def changed_values(self) -> list[Any]:
+        """Return the values of the attributes that `changed_attributes` names."""
+        return [value for *_, value in self._changed()]
+
+    def _changed(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        for module, before in self._attributes:
+            for name, value in sorted(own_attributes(module).items()):
+                if name not in before or not _unchanged(value, *before[name]):
+                    yield module, name, value
+
+
+def _tensors_in(attributes: dict[str, Any]) -> list[Tensor]:
+    """Return the plain tensors among these attributes, and in their lists and dicts."""
+    return [leaf for leaf in tree_leaves(attributes) if type(leaf) is Tensor and not leaf.requires_grad]
 
 
 def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from lockstep.parallel.calls.state import StateSnapshot
 from lockstep.parallel.compiled.batch_sizes import Arguments, Dims, tensors_in
 from lockstep.task import Loss
 
@@ -32,13 +33,20 @@ class CallResult:
 
     results: list[Tensor]  # those that have a gradient; of a Loss, its total, and its weight
     gradients: list[Tensor | None]
+    changed: list[str]  # the attributes of modules that the call has changed
+    buffers: dict[str, Tensor]  # after the call
 
 
 def run_isolated(
-    call: Callable[..., Any], arguments: Arguments, parameters: Sequence[nn.Parameter], dynamic: Dims = frozenset()
+    call: Callable[..., Any],
+    arguments: Arguments,
+    parameters: Sequence[nn.Parameter],
+    before: StateSnapshot,
+    dynamic: Dims = frozenset(),
 ) -> CallResult:
     """Run forward and backward on copies of the arguments. That leaves no gradients on the parameters.
 
+    before: the state of the model before the call
     dynamic: the dimensions to mark, so that torch compiles for all of their sizes
     """
     # Copies, because a call may change its arguments, and the step still needs the batch.
@@ -59,8 +67,11 @@ def run_isolated(
         results = [returned.total]
         others = [torch.as_tensor(returned.weight, dtype=torch.float64)]
     else:
-        results = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        # A model may leave a part of its loss in an attribute.
+        results = [found for found in tensors_in([returned, before.changed_values()]) if found.requires_grad]
         others = []
+        if not results:
+            raise ValueError("it returns no tensor that has a gradient")
 
     # Not backward(), which would leave gradients on the parameters. Each result gets a gradient of ones, and autocast
     # is off, as in the backward of a step.
@@ -68,7 +79,10 @@ def run_isolated(
         ones = [torch.ones_like(result) for result in results]
         gradients = torch.autograd.grad(results, parameters, ones, allow_unused=True)
 
-    return CallResult([result.detach() for result in [*results, *others]], list(gradients))
+    # A backward that recomputes activations converts weights as well.
+    torch.clear_autocast_cache()
+    outputs = [result.detach() for result in [*results, *others]]
+    return CallResult(outputs, list(gradients), before.changed_attributes(), before.registered_buffers())
 
 
 def difference(expected: CallResult, found: CallResult) -> float:
@@ -85,6 +99,24 @@ def difference(expected: CallResult, found: CallResult) -> float:
     together = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
     differences += [_relative(a, b, floor=SMALL * together) for a, b in pairs]
     return max(differences)
+
+
+def missing_effects(expected: CallResult, found: CallResult) -> list[str]:
+    """Return the names of attributes and buffers that only one of two calls has changed or registered."""
+    apart = set(expected.changed) ^ set(found.changed) | set(expected.buffers) ^ set(found.buffers)
+    return sorted(name.lstrip(".0123456789") for name in apart)
+
+
+def buffer_difference(expected: CallResult, found: CallResult) -> float:
+    """Return the largest relative difference between the buffers that two calls have left."""
+    pairs = [(value, found.buffers[name]) for name, value in expected.buffers.items()]
+
+    # Most do not change at all, and a mask may hold infinities.
+    return max((_relative(a, b, floor=0.0) for a, b in pairs if not _equal(a, b)), default=0.0)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
 def gradient_difference(expected: CallResult, found: CallResult) -> float:

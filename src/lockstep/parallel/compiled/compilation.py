@@ -20,7 +20,15 @@ from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.calls.state import StateSnapshot
 from lockstep.parallel.compiled.batch_sizes import Arguments, Dims
-from lockstep.parallel.compiled.comparison import RANDOM, CallResult, difference, gradient_difference, run_isolated
+from lockstep.parallel.compiled.comparison import (
+    RANDOM,
+    CallResult,
+    buffer_difference,
+    difference,
+    gradient_difference,
+    missing_effects,
+    run_isolated,
+)
 from lockstep.parallel.compiled.deadline import Deadline, TookTooLong, reported
 from lockstep.parallel.compiled.facts import torch_cache
 from lockstep.parallel.compiled.side_effects import Unsuitable
@@ -105,7 +113,8 @@ class Compilation:
     def _try(self, name: str, snapshot: StateSnapshot, limit_s: float) -> str | None:
         """Compile one target on this rank, compare it with eager, and return what is wrong with it, or None."""
         model = self.driver.model
-        blocks = find_blocks(model, self.compiler.config.blocks)
+        config = self.compiler.config
+        blocks = find_blocks(model, config.blocks)
         function = self.compiler.function
         alone = self.driver.runtime.world.alone
         progress = partial(self.compiler.known.remember_unfinished, name)
@@ -115,7 +124,8 @@ class Compilation:
         try:
             with compiling(len(blocks)), reported(progress), Deadline(limit_s) as deadline:
                 self.target = Target(name, model, blocks, function, bool(self.dynamic), alone, deadline.check)
-                found = self._run_compiled(self.target)
+                breaks = _graph_breaks()
+                found = self._run_compiled(self.target, snapshot)
         except torch.OutOfMemoryError:
             return "out of memory"
         except TookTooLong as error:
@@ -130,6 +140,11 @@ class Compilation:
             self._remove_target()
             snapshot.restore()
             return self._try(name, snapshot, limit_s - (time.monotonic() - began))
+
+        # Between two graphs torch compiles the inside of a block, and not its recomputation. A later call may run only
+        # a part of that code, and its backward then finds other tensors than its forward has kept, and raises.
+        if config.remat != "none" and _graph_breaks() > breaks:
+            return f"remat={config.remat} needs one graph, and torch breaks it"
 
         # A model that only fits into memory when it is compiled cannot be compared. Where eager steps have run, a lack
         # of memory comes from compiled and eager gradients side by side, and then eager code is kept.
@@ -173,7 +188,7 @@ class Compilation:
         self.gave_up = True
         return str(error)
 
-    def _run_compiled(self, target: Target) -> CallResult:
+    def _run_compiled(self, target: Target, snapshot: StateSnapshot) -> CallResult:
         """Run forward and backward, so that torch compiles them, and return the result."""
         # What torch compiles inside the model is reached by the eager call; a compiled loss is a function of its own.
         call = self.call
@@ -182,22 +197,24 @@ class Compilation:
             call = target
             dynamic = self.dynamic
 
-        found = self._run(call, self.arguments, dynamic)
+        found = self._run(call, self.arguments, snapshot, dynamic)
 
         # Sizes that vary may need a version of the code for each class of them. The examples are calls of the model.
         if self.dynamic and target.function is None:
             for arguments in self.compiler.shapes.examples:
-                self._run(call, arguments)
+                self._run(call, arguments, snapshot)
 
         # A second run must not compile again. It would if an attribute changed with every call, for example, because
         # torch compiles for its value.
         with torch.compiler.set_stance("fail_on_recompile"):
-            self._run(call, self.arguments)
+            self._run(call, self.arguments, snapshot)
 
         return found
 
-    def _run(self, call: Callable[..., Any], arguments: Arguments, dynamic: Dims = frozenset()) -> CallResult:
-        return run_isolated(call, arguments, [*self.driver.parameters.values()], dynamic)
+    def _run(
+        self, call: Callable[..., Any], arguments: Arguments, snapshot: StateSnapshot, dynamic: Dims = frozenset()
+    ) -> CallResult:
+        return run_isolated(call, arguments, [*self.driver.parameters.values()], snapshot, dynamic)
 
     def _compare(self, found: CallResult, snapshot: StateSnapshot) -> str | None:
         """Compare with the same call without compiled code."""
@@ -206,16 +223,20 @@ class Compilation:
             snapshot.restore()
             generator = self._generator()
             before = generator.get_state()
-            expected = self._run(self.call, self.arguments)
+            expected = self._run(self.call, self.arguments, snapshot)
 
             # Compiled code draws other random numbers than eager code. This second call draws others, too.
             draws_random = not torch.equal(before, generator.get_state())
-            other = self._run(self.call, self.arguments) if draws_random else None
+            other = self._run(self.call, self.arguments, snapshot) if draws_random else None
+
+        # What a call leaves on the model counts as much as what it returns.
+        if lost := missing_effects(expected, found):
+            return f"it does not change the same attributes and buffers as eager: {', '.join(lost)}"
 
         # Without random numbers every result and every gradient must agree. With them only the gradients as a whole
         # can be compared, by how much two eager calls differ.
         if other is None:
-            distance = difference(expected, found)
+            distance = max(difference(expected, found), buffer_difference(expected, found))
             limit = self.compiler.tolerance
         else:
             distance = gradient_difference(expected, found)
@@ -223,7 +244,9 @@ class Compilation:
 
         if distance <= limit:
             return None
-        return f"loss or gradients differ from eager by {distance:.2g} (relative; at most {limit:.2g} is allowed)"
+        return (
+            f"loss, gradients or buffers differ from eager by {distance:.2g} (relative; at most {limit:.2g} is allowed)"
+        )
 
     def _wait(self, name: str, timeout: timedelta) -> bool:
         """Wait for all ranks through the store: the timeout of a collective is shorter than compiling takes."""
@@ -239,6 +262,11 @@ class Compilation:
         if device.type == "cuda":
             return torch.cuda.default_generators[device.index or 0]
         return torch.default_generator
+
+
+def _graph_breaks() -> int:
+    """Return how often torch has broken a graph in this process."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def explain(error: Exception) -> str:

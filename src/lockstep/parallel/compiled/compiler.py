@@ -43,6 +43,7 @@ from lockstep.task import MicroBatch
 PATIENCE = 0.8  # part of hang.first after which compiling is given up, before the watchdog ends the run
 MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compiles again
 MOST_COMPILES = 2  # but not more often than this
+MOST_POSTPONED = 16  # steps in which some rank makes no call to compile, after which the run stays eager
 
 
 class Compiler(StepPart):
@@ -76,6 +77,10 @@ class Compiler(StepPart):
         self._functions: list[Function] = []  # functions that call the model, see `around`
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
+
+        # Some rank makes no call to compile in this pass; and how many times in a row that was so.
+        self._is_postponed = False
+        self._postponed = 0
 
         # What the steps show, and what follows from it.
         self.known = CompileFacts(driver, config)
@@ -130,7 +135,7 @@ class Compiler(StepPart):
                 self.shapes.note(shapes_of(args))
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
-            if self.state == "try" and self._next_target() == LOSS:
+            if self.state == "try" and self._next_target() == LOSS and self._all_ranks_call():
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
             code = self.code
@@ -170,7 +175,7 @@ class Compiler(StepPart):
 
         if self.state == "time":
             self.shapes.keep_example(args, kwargs)
-        elif self.state == "try" and self._next_target() != LOSS:
+        elif self.state == "try" and self._next_target() != LOSS and self._all_ranks_call():
             # Compare compiled and eager code on this call of the model, without the user's loss, which may have side
             # effects.
             targets = [target for target in self._candidates.left or () if target != LOSS]
@@ -195,8 +200,25 @@ class Compiler(StepPart):
 
         return code.takes(shapes)
 
+    def _all_ranks_call(self) -> bool:
+        """Return whether all ranks have come to a call that they can compile, in this pass. Collective."""
+        # A loss may call the model on some ranks only, and a part of it on the others, which would never arrive.
+        return not self._is_postponed and not self._postpone(False)
+
+    def _postpone(self, calls_nothing: bool) -> bool:
+        """Return whether to compile later, because some rank calls nothing that it can compile. Collective."""
+        self._is_postponed = self.driver.runtime.collectives.any(calls_nothing)
+        self._postponed = self._postponed + 1 if self._is_postponed else 0
+        return self._is_postponed
+
     def begin_pass(self) -> None:
         self.in_micro_batch = False
+        self._is_postponed = False
+
+    def before_all_reduce(self) -> None:
+        # The other ranks may wait for this one in `_all_ranks_call`.
+        if self.state == "try" and not self._is_postponed:
+            self._postpone(True)
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         self.in_micro_batch = True
@@ -230,6 +252,9 @@ class Compiler(StepPart):
     def end_step(self, progress: StepProgress) -> None:
         """End a step. All ranks come here together, so they can decide together."""
         self._length.steps_done += 1
+
+        if self._postponed >= MOST_POSTPONED and self.state == "try":
+            return self._stay_eager(f"in each of {MOST_POSTPONED} steps some rank did not call what was to be compiled")
 
         # This may take the code away, and let the next step compile again.
         if self.code:

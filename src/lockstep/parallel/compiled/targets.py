@@ -112,6 +112,7 @@ def compiling(blocks: int) -> Iterator[None]:
 
     duck_shape_before = symbolic_shapes.use_duck_shape
     limit_before = dynamo.recompile_limit
+    skip_before = dynamo.skip_nnmodule_hook_guards
 
     # Two dynamic dimensions that happen to be equal in the first batch may differ in the next.
     symbolic_shapes.use_duck_shape = False
@@ -120,8 +121,19 @@ def compiling(blocks: int) -> Iterator[None]:
     # rest eagerly.
     dynamo.recompile_limit = max(dynamo.recompile_limit, blocks + MOST_VERSIONS)
 
+    notice_hooks()
+
     try:
         yield
     finally:
+        dynamo.skip_nnmodule_hook_guards = skip_before
         symbolic_shapes.use_duck_shape = duck_shape_before
         dynamo.recompile_limit = limit_before
+
+
+def notice_hooks() -> None:
+    """Let code that is compiled from now on notice hooks that are added to a module, or removed, later.
+
+    By default torch does not look, and the code would go on with the hooks of its first call.
+    """
+    torch._dynamo.config.skip_nnmodule_hook_guards = False

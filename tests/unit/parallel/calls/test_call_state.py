@@ -46,3 +46,23 @@ class Sharing(nn.Module):
 def test_blocks_that_share_a_module_or_a_tensor() -> None:
     model = Sharing()
     assert blocks_without_shared_parameters(find_blocks(model), model) == [model.blocks[3]]
+
+
+class Averaging(nn.Module):
+    """Updates tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.others = torch.zeros(2), [torch.zeros(2)]
+
+    def forward(self) -> None:
+        self.mean += 1
+        self.others[0] += 1
+
+
+def test_tensors_that_are_no_buffers_come_back() -> None:
+    model = Averaging()
+    with StateSnapshot(model):
+        model()
+    assert model.mean.eq(0).all()
+    assert model.others[0].eq(0).all()
