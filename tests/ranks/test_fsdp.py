@@ -356,6 +356,32 @@ def test_trained_as_on_one_rank(pool: Pool, case: str, way: str) -> None:
         assert_close(found["weights"], alone["weights"])
 
 
+def plus_aux_of_last_stage(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
+    layer: Any = model.get_submodule("2")
+    return squeezed(task, model, x) + 0.1 * (layer.kept[0] if layer.kept else layer.aux)
+
+
+def keeping_in_stages(layer: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), layer(), nn.Linear(5, 1))
+
+
+def test_a_pipeline_trains_with_what_its_last_stage_keeps(pool: Pool) -> None:
+    network = partial(keeping_in_stages, KeepingAnAttribute)
+    task: Any = partial(Regression, network=network, predict=plus_aux_of_last_stage)
+    (alone,) = pool.run(final, VALUES, None, task, world=1)
+    values = VALUES | STRATEGIES["pp x fsdp"] | {"blocks": ["KeepingAnAttribute"]}
+    for found in pool.run(final, values, None, task, world=4):
+        assert_close(found["weights"], alone["weights"])
+
+
+def test_a_pipeline_refuses_what_its_last_stage_keeps_in_a_list(pool: Pool) -> None:
+    task = Regression(network=partial(keeping_in_stages, KeepingLayer), predict=plus_aux_of_last_stage)
+    values = VALUES | STRATEGIES["pp x fsdp"] | {"blocks": ["KeepingLayer"]}
+    errors = pool.errors(fit, task, values, world=4)
+    # The ranks of the first stage lose the connection.
+    assert_user_errors(errors[2:], "keeps a tensor", "'2.linear.weight'", "attribute")
+
+
 class Alternating(nn.Module):
     """One of two layers of the same shape in turn: their gradients could be added to one another's."""
 

@@ -265,6 +265,7 @@ def configure_sharding(model: nn.Module) -> None:
     """Make FSDP sum gradients of any dtypes instead of averaging, and keep recurrent layers from moving weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            torch_private.check_members(module)
             module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             torch_private.reduce_each_dtype(module)

@@ -17,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from lockstep.parallel.fsdp import torch_private
 from lockstep.runtime.autograd_graph import autograd_nodes
 
 _autograd: Any = torch.autograd
+# The types of most attributes: every forward goes through them, and `isinstance` takes several times as long.
+NOT_TENSORS = frozenset({bool, int, float, str, dict, OrderedDict, set, list, tuple, type(None)})
 Originals = Mapping[str, weakref.ref[nn.Parameter]]
 
 
@@ -117,7 +120,7 @@ class ForwardChecks:
     def note_changed(self, shards: Sequence[Tensor]) -> None:
         self._changed += shards
 
-    def name_of(self, module: nn.Module) -> str:
+    def name_of(self, module: FSDPModule) -> str:
         name = next((name for name, other in self._model.named_modules() if other is module), "")
         return repr(name) if name else f"the forward of {type(self._model).__name__}"
 
@@ -143,7 +146,9 @@ class ForwardChecks:
 
         It sets its hooks on the tensors in a block's output, and may have missed some.
         """
-        unreduced = [self._names[id(shard)] for shard, full in gathered_parameters(self._modules) if full.grad is not None]
+        unreduced = [
+            self._names[id(shard)] for shard, full in gathered_parameters(self._modules) if full.grad is not None
+        ]
         if unreduced:
             raise hidden_output(f"the gradient of {unreduced[0]!r} was not reduced")
 
@@ -159,9 +164,10 @@ class _Watch:
         self._digests: list[Tensor] = []
 
         # The attributes of the module's own submodules: a sharded submodule has a watch of its own.
-        inner = [child for child in nn.Module.modules(module) if isinstance(child, FSDPModule) and child is not module]
-        others = {id(part) for child in inner for part in nn.Module.modules(child)}
-        own = [part for part in nn.Module.modules(module) if id(part) not in others]
+        parts: list[Any] = list(cast(nn.Module, module).modules())
+        inner = [part for part in parts if isinstance(part, FSDPModule) and part is not module]
+        others = {id(part) for child in inner for part in cast(nn.Module, child).modules()}
+        own = [part for part in parts if id(part) not in others]
         self._attributes = [values for part in own for values in (vars(part), part._buffers)]
 
     def before(self, passed: tuple[Any, Any], received: tuple[Any, Any]) -> None:
@@ -191,8 +197,9 @@ class _Watch:
             self._check_containers(output)
             self._check_parameters()
 
-            returned = [value for value in _walk(output) if isinstance(value, Tensor) and value.grad_fn is not None]
-            gathers = [tensor.grad_fn._sequence_nr() for tensor in (*returned, *kept)]
+            tensors = [*kept, *(value for value in _walk(output) if isinstance(value, Tensor))]
+            nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+            gathers = [node._sequence_nr() for node in nodes]
             self._checks.note_call(_Call(self._module, self._start, _autograd._get_sequence_nr(), gathers))
 
     def _kept_tensors(self) -> list[Tensor]:
@@ -201,7 +208,8 @@ class _Watch:
             value
             for values in self._attributes
             for value in values.values()
-            if isinstance(value, Tensor)
+            if type(value) not in NOT_TENSORS
+            and isinstance(value, Tensor)
             and value.grad_fn is not None
             and value.grad_fn._sequence_nr() >= self._start  # one that the module was given is gathered for elsewhere
         ]

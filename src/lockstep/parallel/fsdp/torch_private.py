@@ -9,13 +9,54 @@ sharded themselves, the state has a parameter group: they are gathered and reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter  # base class of a custom one
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+
+from lockstep.errors import UserError
+
+STATE_MEMBERS = (
+    "_fsdp_param_group",
+    "_is_root",
+    "_pre_backward",
+    "_root_post_backward_final_callback",
+    "_state_ctx",
+)
+GROUP_MEMBERS = (
+    "_init_mp_dtypes",
+    "fsdp_params",
+    "mesh_info",
+    "mp_policy",
+    "post_backward",
+    "post_forward",
+    "pre_forward",
+    "reduce_grads",
+    "reshard_after_backward",
+)
+PARAMETER_MEMBERS = ("_param_fqn", "init_dtype_attrs", "sharded_param", "unsharded_accumulated_grad")
+
+
+def check_members(module: FSDPModule) -> None:
+    """Raise if this version of torch does not have what is used here."""
+    missing = _missing(_state(module), STATE_MEMBERS)
+    group = None if missing else _group(module)
+    if group is not None:
+        missing = _missing(group, GROUP_MEMBERS)
+        parameters = [] if missing else group.fsdp_params
+        missing += [name for parameter in parameters[:1] for name in _missing(parameter, PARAMETER_MEMBERS)]
+
+    if missing:
+        raise UserError(
+            f"torch {torch.__version__} has changed its FSDP: there is no {missing[0]} any more, which sharded "
+            "parameters need",
+            "" if len(missing) == 1 else f"there are {len(missing)} of them: {', '.join(missing)}",
+            "install torch 2.11, 2.12 or 2.13; or set strategy=ddp or strategy=zero1",
+        )
 
 
 def grouped_parameters(module: FSDPModule) -> list[Any]:
@@ -161,3 +202,7 @@ def _state(module: FSDPModule) -> Any:
 
 def _group(module: FSDPModule) -> Any:
     return _state(module)._fsdp_param_group
+
+
+def _missing(owner: Any, names: Sequence[str]) -> list[str]:
+    return [f"{type(owner).__name__}.{name}" for name in names if not hasattr(owner, name)]
