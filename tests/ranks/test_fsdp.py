@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,6 +131,67 @@ class Limited(Net):
         return super().forward(x + self.embedding((x[:, 0] > 0).long()))
 
 
+class ChangedThroughData(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.out.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class NotingLayer(nn.Module):
+    """Writes into a dictionary that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        notes["size"] = notes["size"] + x.square().sum(1)
+        return x
+
+
+class Noting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NotingLayer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.out.weight.sum() * x)
+        notes = {"size": x.square().sum(1)}
+        for layer in self.layers:
+            x = layer(x, notes)
+        return self.out(x).squeeze(-1) + 0.01 * notes["size"]
+
+
+class KeepingLayer(nn.Module):
+    """Keeps what it computes from its weights, after it has computed its output: the backward begins with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.calls = 0
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        self.keep(self.linear.weight.square().sum())
+        return x
+
+    def keep(self, aux: Tensor) -> None:
+        self.kept[:] = [aux]
+
+
+class Keeping(Net):
+    kind: type[nn.Module] = KeepingLayer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.kind() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(0.1 * layer.kept[0] for layer in self.layers)
+
+
 def scripted() -> nn.Module:
     net = Net()
     net.layers[1] = torch.jit.script(net.layers[1])
@@ -138,6 +201,8 @@ def scripted() -> nn.Module:
 REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "kept": (KeptInAList, ("'layers.0.weight'", "kept in a list", "strategy=ddp")),
     "changed": (ChangedInPlace, ("'out.weight'", "the change would be lost", "after_step")),
+    "through data": (ChangedThroughData, ("'out.weight'", "the change would be lost", "after_step")),
+    "noting": (Noting, ("'layers.0'", "changes a dict", "'size'", "return the dict", "strategy=ddp")),
     "limited": (Limited, ("'embedding.weight'", "max_norm", "strategy=ddp")),
     "scripted": (scripted, ("'layers.1'", "TorchScript", "strategy=ddp")),
 }
@@ -149,6 +214,172 @@ def test_refused_before_the_first_update(pool: Pool, case: str, strategy: str) -
     network, words = REFUSED[case]
     errors = pool.errors(fit, Regression(network=network), VALUES | {"strategy": strategy}, world=2)
     assert_user_errors(errors, f"strategy={strategy}", *words)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_a_tensor_kept_in_a_list_is_refused_if_the_loss_uses_it(pool: Pool, strategy: str) -> None:
+    errors = pool.errors(fit, Regression(network=Keeping), VALUES | {"strategy": strategy}, world=4)
+    assert_user_errors(errors, "'layers.0' keeps a tensor", "'layers.0.linear.weight'", "attribute", "strategy=ddp")
+
+
+class KeptLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.kept = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.kept[0])
+
+
+class ChangedLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class DataLayer(ChangedLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return F.linear(x, self.weight, self.bias)
+
+
+def scripted_layer() -> nn.Module:
+    return torch.jit.script(nn.Linear(5, 5))
+
+
+REFUSED_IN_STAGES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "kept": (KeptLayer, ("'1.weight'", "kept in a list", "strategy=ddp")),
+    "changed": (ChangedLayer, ("'1.weight'", "the change would be lost", "after_step")),
+    "through data": (DataLayer, ("'1.weight'", "the change would be lost", "after_step")),
+    "scripted": (scripted_layer, ("'1'", "TorchScript", "strategy=ddp")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_IN_STAGES)
+def test_refused_in_a_pipeline(pool: Pool, case: str) -> None:
+    layer, words = REFUSED_IN_STAGES[case]
+    task = Regression(network=partial(in_stages, layer), predict=squeezed)
+    errors = pool.errors(fit, task, VALUES | STRATEGIES["pp x fsdp"], world=4)
+    # The ranks of the other stages lose the connection if a forward raises.
+    assert_user_errors(errors[: 2 if case in ("changed", "through data") else 4], "strategy=fsdp", *words)
+
+
+def in_stages(layer: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose first stage has the layer."""
+    return nn.Sequential(nn.Linear(5, 5), layer(), nn.Linear(5, 5), nn.Linear(5, 1))
+
+
+def squeezed(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).squeeze(-1)
+
+
+# ---- what is not refused ----
+
+
+class KeepingAnAttribute(KeepingLayer):
+    def keep(self, aux: Tensor) -> None:
+        self.aux = aux
+
+
+class KeepingABuffer(KeepingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("aux", torch.zeros(()), persistent=False)
+
+    def keep(self, aux: Tensor) -> None:
+        self.aux = aux
+
+
+class KeepingLate(KeepingLayer):
+    """Keeps a tensor from the second step on, and something of every step that no loss uses."""
+
+    def keep(self, aux: Tensor) -> None:
+        self.calls += self.training
+        self.kept[:] = [aux]
+        if self.calls > 1:
+            self.aux = aux
+
+
+class WithAux(Net):
+    def __init__(self, layer: type[KeepingLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+
+def plus_aux(task: Regression, model: Any, x: Tensor) -> Tensor:
+    y = model(x)
+    return y + 0.1 * sum(getattr(layer, "aux", 0.0) for layer in model.layers)
+
+
+class ReturningLayer(NotingLayer):
+    """Returns the dictionary that it has changed, and changes a list of its own."""
+
+    def forward(self, x: Tensor, notes: dict[str, Tensor], others: list[Tensor]) -> Any:  # pyrefly: ignore
+        others = [*others, x]
+        others.pop(0)
+        return super().forward(x, notes) + sum(others), notes
+
+
+class Returning(Noting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReturningLayer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.out.weight.sum() * x)
+        notes = {"size": x.square().sum(1)}
+        for layer in self.layers:
+            x, notes = layer(x, notes, [x])
+        return self.out(x).squeeze(-1) + 0.01 * notes["size"]
+
+
+TRAINED: dict[str, Any] = {
+    "attribute": {"network": partial(WithAux, KeepingAnAttribute), "predict": plus_aux},
+    "buffer": {"network": partial(WithAux, KeepingABuffer), "predict": plus_aux},
+    "late": {"network": partial(WithAux, KeepingLate), "predict": plus_aux},
+    "returned": {"network": Returning},
+}
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-grads", "hsdp", "remat"])
+@pytest.mark.parametrize("case", TRAINED)
+def test_trained_as_on_one_rank(pool: Pool, case: str, way: str) -> None:
+    values, world, _ = WAYS[way]
+    task: Any = partial(Regression, **TRAINED[case])
+    # One call in a step: KeepingLate counts them.
+    (alone,) = pool.run(final, VALUES | {"micro_batch": 8}, None, task, world=1)
+    for found in pool.run(final, VALUES | values | {"micro_batch": 8 // world}, None, task, world=world):
+        assert_close(found["weights"], alone["weights"])
+
+
+def plus_aux_of_last_stage(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
+    layer: Any = model.get_submodule("2")
+    return squeezed(task, model, x) + 0.1 * (layer.kept[0] if layer.kept else layer.aux)
+
+
+def keeping_in_stages(layer: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), layer(), nn.Linear(5, 1))
+
+
+def test_a_pipeline_trains_with_what_its_last_stage_keeps(pool: Pool) -> None:
+    network = partial(keeping_in_stages, KeepingAnAttribute)
+    task: Any = partial(Regression, network=network, predict=plus_aux_of_last_stage)
+    (alone,) = pool.run(final, VALUES, None, task, world=1)
+    values = VALUES | STRATEGIES["pp x fsdp"] | {"blocks": ["KeepingAnAttribute"]}
+    for found in pool.run(final, values, None, task, world=4):
+        assert_close(found["weights"], alone["weights"])
+
+
+def test_a_pipeline_refuses_what_its_last_stage_keeps_in_a_list(pool: Pool) -> None:
+    task = Regression(network=partial(keeping_in_stages, KeepingLayer), predict=plus_aux_of_last_stage)
+    values = VALUES | STRATEGIES["pp x fsdp"] | {"blocks": ["KeepingLayer"]}
+    errors = pool.errors(fit, task, values, world=4)
+    # The ranks of the first stage lose the connection.
+    assert_user_errors(errors[2:], "keeps a tensor", "'2.linear.weight'", "attribute")
 
 
 class Alternating(nn.Module):

@@ -29,7 +29,7 @@ from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.ddp.driver import gradient_in_parts
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.exact.block_inputs import BlockInputs
-from lockstep.parallel.fsdp.driver import hidden_output
+from lockstep.parallel.fsdp.forward_checks import hidden_output
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.run_folder.names import MICRO_BATCH

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import socket
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,12 @@ from lockstep.parallel.driver import DriverSetup, broadcast_model
 from lockstep.parallel.exact.shards import OrderedShards
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
+from lockstep.parallel.fsdp.forward_checks import (
+    ForwardChecks,
+    check_shardable,
+    gathered_parameters,
+    parameters_before,
+)
 from lockstep.parallel.gradients import broadcast_unsharded_gradients, count_and_sum
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.meta.init import fill_model
@@ -55,15 +60,12 @@ class FSDPDriver(ShardedDriver):
     def __init__(self, model: nn.Module, setup: DriverSetup):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
-        _check_shardable(model, config)
-        self._strategy = config.strategy
+        check_shardable(model, config)
         self._reshard_after_forward = config.strategy_record.reshard_after_forward
         self._tp_group = axes.along("tp") if axes else None
         self._dp_group = setup.dp_group
 
-        # Sharding replaces them in the modules, but not in a list or in an object of the user.
-        self._originals = {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim()}
-
+        originals = parameters_before(model)
         blocks = find_blocks(model, config.blocks)
         separate_blocks = blocks_without_shared_parameters(blocks, model)
         mesh = axes.device_mesh["dp"] if axes else make_mesh(config, runtime)
@@ -91,6 +93,7 @@ class FSDPDriver(ShardedDriver):
 
         # The constructor below puts the user's hooks around it: they are called before the ranks compare.
         self._collective_check = CollectiveCheck(model, runtime)
+        self._forward_checks = ForwardChecks(model, sharded_modules(model), originals, config)
         super().__init__(model, setup, role, OrderedShards if config.exact else None)
         self._graph_is_retained = False  # the loss computed a gradient itself, and the backward needs its graph again
 
@@ -100,6 +103,7 @@ class FSDPDriver(ShardedDriver):
     def begin_pass(self) -> None:
         super().begin_pass()
         self._collective_check.begin_pass()
+        self._forward_checks.begin_pass()
 
     def _use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.
@@ -112,7 +116,7 @@ class FSDPDriver(ShardedDriver):
         # hook that makes no difference.
         by_parameter = {id(self.parameters[name]): own for name, own in hooks.items()}
 
-        for module in self._sharded_modules():
+        for module in sharded_modules(self.model):
             ids = [(p, id(torch_private.shard(p))) for p in torch_private.grouped_parameters(module)]
             hooked = [(p, by_parameter.pop(key)) for p, key in ids if key in by_parameter]
             if hooked:
@@ -128,7 +132,7 @@ class FSDPDriver(ShardedDriver):
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
         # Every token of a generated text would gather the whole model again, so keep it gathered if memory allows.
-        modules = self._sharded_modules()
+        modules = sharded_modules(self.model)
         stays_gathered = not self._reshard_after_forward or _has_room(self.model, self.runtime)
 
         for module in modules:
@@ -148,11 +152,11 @@ class FSDPDriver(ShardedDriver):
                 module.reshard()
 
             # A failed backward leaves gradients, to which the first step would add.
-            for _, full in self._gathered():
+            for _, full in gathered_parameters(sharded_modules(self.model)):
                 full.grad = None
 
     def reshard(self) -> None:
-        for module in self._sharded_modules():
+        for module in sharded_modules(self.model):
             module.reshard()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -164,25 +168,22 @@ class FSDPDriver(ShardedDriver):
         # gradient that does not reach the model changes nothing: one rank may compute it alone.
         if inner.retains_graph and not self._graph_is_retained and inner.reaches(self.leaf_names(), FSDP_NODES):
             self._graph_is_retained = True
-            for module in self._sharded_modules():
+            for module in sharded_modules(self.model):
                 module.set_reshard_after_backward(False, recurse=False)
 
     def leaf_names(self) -> dict[int, str]:
         names = super().leaf_names()
-        return names | {id(full): names[id(sharded)] for sharded, full in self._gathered() if id(sharded) in names}
+        gathered = gathered_parameters(sharded_modules(self.model))
+        return names | {id(full): names[id(sharded)] for sharded, full in gathered if id(sharded) in names}
 
     def _run_backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         if self._graph_is_retained:
             self._backward_through_gradients(total, grad_output)
         else:
+            self._forward_checks.check_graph([total])
             super()._run_backward(total, grad_output, control_word)
 
-        # The first step is enough: blocks return outputs of the same structure in all steps.
-        if self._collective_check.steps == 1:
-            self._check_originals()
-            self._check_unchanged()
-            self._check_reduced()
-
+        self._forward_checks.check_step()
         if control_word is not None:
             self._collective_check.compare(END)
 
@@ -192,7 +193,7 @@ class FSDPDriver(ShardedDriver):
         A parameter's gradient then comes in several parts, of which FSDP would reduce some and drop the others. So
         gradient synchronisation is off during the backward, and everything is reduced at its end.
         """
-        modules = self._sharded_modules()
+        modules = sharded_modules(self.model)
         for module in modules:
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
@@ -205,56 +206,6 @@ class FSDPDriver(ShardedDriver):
 
         torch_private.end_backward(modules[0])
         self._graph_is_retained = False
-
-    def _check_reduced(self) -> None:
-        """Raise if FSDP did not reduce every gradient.
-
-        It sets its hooks on the tensors in a block's output, and may have missed some.
-        """
-        names = self.leaf_names()
-        unreduced = [names[id(sharded)] for sharded, full in self._gathered() if full.grad is not None]
-        if unreduced:
-            raise hidden_output(f"the gradient of {unreduced[0]!r} was not reduced")
-
-    def _check_originals(self) -> None:
-        """Raise if the loss depends on a parameter of before the sharding: it would never be trained."""
-        for name, original in self._originals.items():
-            parameter = original()
-            if parameter is not None and parameter.grad is not None:
-                raise UserError(
-                    f"strategy={self._strategy} replaces the parameter {name!r} by a shard of it, and the loss "
-                    "still uses the full one, which is not trained",
-                    "it is kept in a list, a dictionary or another object, where torch cannot replace it",
-                    "keep it in an nn.ParameterList, or read the module's attribute in every forward; "
-                    "or set strategy=ddp or strategy=zero1",
-                )
-
-    def _check_unchanged(self) -> None:
-        """Raise if a forward has changed a gathered parameter: its shard stays as it was."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        changed = [names[id(sharded)] for sharded, full in self._gathered() if full._version]
-        if changed:
-            raise UserError(
-                f"strategy={self._strategy} gathers parameters for a forward only, and a forward changes "
-                f"{changed[0]!r} in place: the change would be lost",
-                "max_norm of nn.Embedding does this, for example",
-                "compute the changed values in a tensor of their own, or change parameters in after_step(run, result); "
-                "or set strategy=ddp",
-            )
-
-    def _gathered(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (shard, gathered parameter) of every parameter that has been gathered so far."""
-        pairs = []
-        for module in self._sharded_modules():
-            for parameter in torch_private.grouped_parameters(module):
-                full = torch_private.gathered(parameter)
-                if full is not None:
-                    pairs.append((torch_private.shard(parameter), full))
-
-        return pairs
-
-    def _sharded_modules(self) -> list[FSDPModule]:
-        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _reduce_gradients(self) -> None:
         count_and_sum(self._scalars, self._dp_group)
@@ -272,16 +223,6 @@ def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: Dev
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.stores_bf16 else None),
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
         ignored_params=set(scalars(module)),
-    )
-
-
-def hidden_output(found: str) -> UserError:
-    """Return the error for outputs on which FSDP could not set its hooks."""
-    return UserError(
-        "FSDP could not hook the backward of a block, or of the model: forward returns its tensors inside an object "
-        "that torch does not look into, or keeps one as an attribute, which the loss uses",
-        found,
-        "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or set strategy=ddp",
     )
 
 
@@ -316,10 +257,15 @@ def _free_memory(device: torch.device) -> tuple[str, float]:
     return device_name(device), min(free + unused, allowed)
 
 
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def configure_sharding(model: nn.Module) -> None:
     """Make FSDP sum gradients of any dtypes instead of averaging, and keep recurrent layers from moving weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            torch_private.check_members(module)
             module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             torch_private.reduce_each_dtype(module)
@@ -350,33 +296,6 @@ def describe_blocks(count: int, separate: int) -> dict[str, str]:
 def scalars(model: nn.Module) -> list[nn.Parameter]:
     """Return the zero-dimensional parameters. They have no dimension to shard, so they stay full on every rank."""
     return [p for p in model.parameters() if p.dim() == 0]
-
-
-def _check_shardable(model: nn.Module, config: RunConfig) -> None:
-    """Refuse parameters that torch's FSDP cannot shard, by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise UserError(
-                f"strategy={config.strategy} cannot shard the parameters of {name or 'the model'!r}, which is compiled "
-                "by TorchScript",
-                f"it is a {type(module).__name__}",
-                "leave torch.jit.script and torch.jit.trace out (compile=true compiles the model); or set "
-                "strategy=ddp or strategy=zero1",
-            )
-
-    for name, parameter in model.named_parameters():
-        if not parameter.is_contiguous():
-            problem, fix = "is not contiguous", "call model.to(memory_format=torch.contiguous_format), or .contiguous()"
-        elif not parameter.numel():
-            problem, fix = "has no elements", "leave it out"
-        else:
-            continue
-
-        raise UserError(
-            f"strategy={config.strategy} cannot shard the parameter {name!r}, which {problem}",
-            f"shape {tuple(parameter.shape)}, strides {parameter.stride()}",
-            f"{fix}; or set strategy=ddp or strategy=zero1",
-        )
 
 
 def check_scalars(model: nn.Module, config: RunConfig) -> None:

@@ -1,21 +1,62 @@
 """The private members of torch's FSDP2 that Lockstep uses. No other module knows them (torch 2.11 to 2.13).
 
 FSDP2's public functions shard, gather and reshard. They show neither the gathered parameters nor which of these have a
-gradient, call nothing before a reduction, reduce nothing but at the end of a backward, take gradients of one dtype
-only, and do not recover from a backward that raised. `fully_shard` gives every module a state; if the module has
-parameters of its own, or of children that are not sharded themselves, the state has a parameter group: they are
-gathered and reduced together.
+gradient, call nothing around a forward or before a reduction, gather for no tensors but those that a module returns,
+reduce nothing but at the end of a backward, take gradients of one dtype only, and do not recover from a backward that
+raised. `fully_shard` gives every module a state; if the module has parameters of its own, or of children that are not
+sharded themselves, the state has a parameter group: they are gathered and reduced together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter  # base class of a custom one
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+
+from lockstep.errors import UserError
+
+STATE_MEMBERS = (
+    "_fsdp_param_group",
+    "_is_root",
+    "_pre_backward",
+    "_root_post_backward_final_callback",
+    "_state_ctx",
+)
+GROUP_MEMBERS = (
+    "_init_mp_dtypes",
+    "fsdp_params",
+    "mesh_info",
+    "mp_policy",
+    "post_backward",
+    "post_forward",
+    "pre_forward",
+    "reduce_grads",
+    "reshard_after_backward",
+)
+PARAMETER_MEMBERS = ("_param_fqn", "init_dtype_attrs", "sharded_param", "unsharded_accumulated_grad")
+
+
+def check_members(module: FSDPModule) -> None:
+    """Raise if this version of torch does not have what is used here."""
+    missing = _missing(_state(module), STATE_MEMBERS)
+    group = None if missing else _group(module)
+    if group is not None:
+        missing = _missing(group, GROUP_MEMBERS)
+        parameters = [] if missing else group.fsdp_params
+        missing += [name for parameter in parameters[:1] for name in _missing(parameter, PARAMETER_MEMBERS)]
+
+    if missing:
+        raise UserError(
+            f"torch {torch.__version__} has changed its FSDP: there is no {missing[0]} any more, which sharded "
+            "parameters need",
+            "" if len(missing) == 1 else f"there are {len(missing)} of them: {', '.join(missing)}",
+            "install torch 2.11, 2.12 or 2.13; or set strategy=ddp or strategy=zero1",
+        )
 
 
 def grouped_parameters(module: FSDPModule) -> list[Any]:
@@ -67,6 +108,39 @@ def call_before_reduction(module: FSDPModule, function: Callable[[], None]) -> N
         reduce(*unused)
 
     group.post_backward = post_backward
+
+
+def watch_forwards(
+    module: FSDPModule, before: Callable[[tuple[Any, Any], tuple[Any, Any]], None], after: Callable[[Any], None]
+) -> None:
+    """Call two functions around every forward of a module, while its parameters are gathered.
+
+    before: called with the caller's (args, kwargs), and with those that the forward gets: the containers are copies
+    after: called with the output
+
+    A hook of the module would be compiled with it, and sees the caller's containers only if it is called before FSDP's.
+    """
+    group = _group(module)
+    if group is None:
+        return
+
+    enter, leave = group.pre_forward, group.post_forward
+
+    def pre_forward(called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        received = enter(called, args, kwargs)
+        before((args, kwargs), received)
+        return received
+
+    def post_forward(called: nn.Module, inputs: Any, output: Any) -> Any:
+        after(output)
+        return leave(called, inputs, output)
+
+    group.pre_forward, group.post_forward = pre_forward, post_forward
+
+
+def gather_before_backward(module: FSDPModule, tensor: Tensor) -> None:
+    """Gather the module's parameters when a backward reaches `tensor`, as if the module had returned it."""
+    tensor.register_hook(_state(module)._pre_backward)
 
 
 def reduce_each_dtype(module: FSDPModule) -> None:
@@ -128,3 +202,7 @@ def _state(module: FSDPModule) -> Any:
 
 def _group(module: FSDPModule) -> Any:
     return _state(module)._fsdp_param_group
+
+
+def _missing(owner: Any, names: Sequence[str]) -> list[str]:
+    return [f"{type(owner).__name__}.{name}" for name in names if not hasattr(owner, name)]

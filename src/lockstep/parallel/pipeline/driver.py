@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
@@ -21,6 +20,8 @@ from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
 from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, no_gradient, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
+from lockstep.parallel.fsdp.driver import sharded_modules
+from lockstep.parallel.fsdp.forward_checks import ForwardChecks, check_shardable, parameters_before
 from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.mesh import Axes, Mesh
@@ -55,6 +56,10 @@ class PipelineDriver(Driver):
 
         sharded = config.strategy_record.shards_parameters and axes.mesh.sizes["dp"] > 1
         _check(config, sharded, runtime, setup.compiled)
+        if sharded:
+            check_shardable(model, config)
+
+        originals = parameters_before(model)
         split = _split_model(model, setup, axes, sharded)
 
         # What the engine sees.
@@ -74,8 +79,13 @@ class PipelineDriver(Driver):
         materialized = split.materialized
         self._statistics = add_running_statistics(self.parts, model, self._dp_group, materialized, setup.log_event)
 
-        check = CollectiveCheck(model, runtime, split.local_stages, self._dp_group) if sharded else None
-        self._collective_check = check
+        self._collective_check: CollectiveCheck | None = None
+        self._forward_checks: ForwardChecks | None = None
+        if sharded:
+            modules = sharded_modules(nn.ModuleList(split.local_stages))
+            self._collective_check = CollectiveCheck(model, runtime, split.local_stages, self._dp_group)
+            self._forward_checks = ForwardChecks(model, modules, originals, config)
+
         self._codec = ControlWordCodec(runtime.device, torch.float64)
         self._inner_gradients = InnerGradients(self._before_inner_gradient)
 
@@ -91,6 +101,7 @@ class PipelineDriver(Driver):
             self._remote,
             self.parts,
             shard_group=self._dp_group if sharded else None,
+            check_graph=self._forward_checks.check_graph if self._forward_checks else None,
         )
 
     def _begin_pass(self) -> None:
@@ -102,6 +113,9 @@ class PipelineDriver(Driver):
         self._remote.begin_pass()
         if self._collective_check:
             self._collective_check.begin_pass()
+
+        if self._forward_checks:
+            self._forward_checks.begin_pass()
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self._begin_pass()
@@ -179,9 +193,8 @@ class PipelineDriver(Driver):
         self._statistics.forget()
 
     def reshard(self) -> None:
-        for module in nn.ModuleList(self._pipeline.local_stages.values()).modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in sharded_modules(nn.ModuleList(self._pipeline.local_stages.values())):
+            module.reshard()
 
     # ---- after the last backward ----
 
@@ -189,6 +202,13 @@ class PipelineDriver(Driver):
         """Reduce gradients over ranks. Return the summed control word, and the norms of the gradients of all stages."""
         if self._collective_check:
             self._collective_check.compare(END)
+
+        # The other ranks learn of an error with the flags.
+        if self._forward_checks:
+            try:
+                self._forward_checks.check_step()
+            except UserError as error:
+                self._pipeline.refusal = self._pipeline.refusal or error
 
         # First sum the control word, together with flags that say which parameters a rank used. On a GPU the host waits
         # for them, because they decide what is summed.
@@ -211,7 +231,7 @@ class PipelineDriver(Driver):
         return packed, self._gradients.step_norms()
 
     def _raise_refusal(self) -> NoReturn:
-        """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""
+        """Raise a UserError on all ranks: of the loss, which only the last stage calls, or of a stage's forward."""
         local = self._pipeline.refusal
         refusals = self._runtime.collectives.all_gather_json(list(local.args) if local else None)
         raise local or UserError(*next(filter(None, refusals)))

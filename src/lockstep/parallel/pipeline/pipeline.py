@@ -97,6 +97,7 @@ class Pipeline:
         remote: RemoteTensors,
         parts: Sequence[StepPart],
         shard_group: Collectives | None = None,
+        check_graph: Callable[[Sequence[Tensor]], None] | None = None,
     ):
         """Set up this rank's stages.
 
@@ -106,12 +107,14 @@ class Pipeline:
         parts: what takes part in each stage's forward of a micro-batch
         shard_group: the ranks that share the shards of the same stages, so that their forwards and backwards are
             collective; None: the stages are not sharded
+        check_graph: called with the tensors from which a backward will start, after each forward with gradients
         """
         self.model = model
         self.schedule = schedule
         self.autocast = precision.autocast
         self.remote = remote
         self.shard_group = shard_group
+        self.check_graph = check_graph
         self.pp = pp
         self.parts = parts
 

@@ -69,11 +69,13 @@ class _ScheduledStage(nn.Module):
         with self._pipeline.autocast():
             output = stage(arguments, received if self.number else None)
 
-        if self.number < self._pipeline.count - 1:
-            return tuple(sendable(output, self.number))
-
+        is_last = self.number == self._pipeline.count - 1
         # PreparedSchedule declares a float32 loss. The backward starts with a gradient of 1 in any dtype.
-        return self._scaled_loss(output, micro).float()
+        passed = (self._scaled_loss(output, micro).float(),) if is_last else tuple(sendable(output, self.number))
+        if self._pipeline.check_graph:
+            self._pipeline.check_graph(passed)
+
+        return passed[0] if is_last else passed
 
     def _scaled_loss(self, output: Any, micro: MicroBatch) -> Tensor:
         """Return the task's loss for the model's `output`, times the gradient with which a backward would start.
