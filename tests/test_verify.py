@@ -68,16 +68,48 @@ def test_a_mistake_is_called_by_its_name(runner: Runner, task: type) -> None:
         others = {row.verdict for row in report.rows if row.role in ("world", "split")}
         assert others == {row["verdict"] for row in json_of(report)["layouts"][3:]} == {"not judged"}
         assert not any("last place" in note for note in report.notes)
-    if report.causes[0].key == "batchnorm":
-        assert report.first is not None
-        assert report.first[0].role == "split"  # on two processes the running statistics are those of one
-        assert "eval mode" in report.causes[0].evidence
 
 
-def test_batchnorm_passes_if_its_micro_batch_is_set(runner: Runner) -> None:
-    report = verify(f"{ZOO / 'broken.py'}:BatchNorm", [("test", {"micro_batch": 4})], QUICK, runner)
+@pytest.mark.parametrize(
+    ("task", "follows"),
+    [
+        ("healthy.py:TiedWithDropout", "random numbers"),
+        ("healthy.py:Noising", "random numbers"),
+        ("broken.py:BatchNorm", "BatchNorm"),
+    ],
+)
+def test_a_pass_that_is_due_to_verify_names_its_condition(runner: Runner, task: str, follows: str) -> None:
+    """The same rule for dropout, noise and BatchNorm: only with micro_batch are the layouts those of the run."""
+    report = verify(str(ZOO / task), [], QUICK, runner)
     assert report.passed, text_of(report)
-    assert {row.role for row in report.rows} >= {"world", "split"}
+    *_, last = text_of(report).splitlines()
+    assert last.startswith("PASS with micro_batch=4; it is not set, so this run follows the number of processes")
+    assert json_of(report)["condition"] == report.condition
+    assert any(follows in note and "set micro_batch=4" in note for note in report.notes)
+    assert_readable(report)
+
+    # What the note says to type. Exact mode, which refuses BatchNorm, fixes the micro-batches by itself.
+    for layer in ({"micro_batch": 4}, {"exact": True})[: 1 if follows == "BatchNorm" else 2]:
+        report = verify(str(ZOO / task), [("test", layer)], QUICK, runner)
+        assert report.passed, text_of(report)
+        assert text_of(report).splitlines()[-1].startswith("PASS  the same training in every layout")
+        assert json_of(report)["condition"] is None
+        assert not any("set micro_batch" in note for note in report.notes)
+
+
+def test_batchnorm_is_the_cause_where_verify_cannot_choose_the_micro_batch(runner: Runner) -> None:
+    layers = [("test", {"checks.loss": "batch-coupled"})]
+    report = verify(f"{ZOO / 'broken.py'}:BatchNorm", layers, QUICK, runner)
+    assert [cause.key for cause in report.causes] == ["batchnorm"], text_of(report)
+    assert "eval mode" in report.causes[0].evidence
+    assert not report.condition
+
+
+def test_rows_that_are_gathered_by_hand_are_no_carried_state(runner: Runner) -> None:
+    """An own loop is not checked at its start, so the comparison itself must tell the two apart."""
+    report = verify(str(ZOO / "gathers_by_hand.py"), [], QUICK, runner)
+    assert [cause.key for cause in report.causes] == ["rank-in-loss"], text_of(report)
+    assert "run.all_gather(rows)" in report.causes[0].fix
 
 
 HEALTHY = [("healthy", task) for task in healthy.TASKS] + [("borrowed", task) for task in borrowed.TASKS]

@@ -108,7 +108,8 @@ _TABLE = {
     # Ranks and samples.
     "rank-in-loss": (
         "a loss that depends on the rank or on the number of ranks",
-        "leave RANK, WORLD_SIZE and dist.get_rank() out of loss() and model(); never divide by the number of ranks",
+        "leave RANK, WORLD_SIZE and torch.distributed out of loss() and model(), and never divide by the number of "
+        "ranks; to compare samples with those of other ranks, gather them by run.all_gather(rows)",
     ),
     "data": (
         "samples that are repeated or skipped when there are several ranks, or that differ from rank to rank",

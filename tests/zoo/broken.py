@@ -626,7 +626,6 @@ FOUND: dict[type[Sound], str] = {
     LabelsOfThisRank: "gathered",
     GradientOfThisRank: "gathered",
     AccuracyIsAMean: "metric",
-    BatchNorm: "batchnorm",
     DropoutByRank: "randomness",
     NumpyNoise: "randomness",
     MasksOfItsOwn: "randomness",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.checks.guards import GradientGuard
+from lockstep.engine.checks.scaled_loss import check_not_scaled
 from lockstep.engine.checks.start import check_own_loop, snapshot_for_own_loop
 from lockstep.engine.run import Run
 from lockstep.errors import UserError
@@ -106,6 +107,9 @@ class OwnStep:
             raise self._backward_count_error("twice")
 
         self._gradients.check("step.backward")
+        if self._gradients.is_new:
+            self._gradients.is_new = False
+            check_not_scaled(loss_sum)
 
         # Once in a run: the first forward must have left the state as it was.
         if self._snapshot:

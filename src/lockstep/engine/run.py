@@ -29,6 +29,7 @@ from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hook
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, evaluation_batch
 from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.log.micro_batches import FirstDraws
 from lockstep.engine.log.step_log import StepLog
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.requests import Requests
@@ -122,7 +123,6 @@ class Run:
             # Only the first step of this process compares what ranks and workers have read. `source` is read in every
             # step: a benchmark replaces it between two of them.
             batches = self._take_first() if is_first else self.source.take()
-            is_first = False
 
             micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
             if has_before_batch:
@@ -130,6 +130,16 @@ class Run:
 
             # A copy: the object belongs to the source, which may give it again.
             yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
+
+            if is_first:
+                is_first = False
+                self._tell_draws()
+
+    def _tell_draws(self) -> None:
+        """After the first step of this process, say what it has drawn, and stop looking."""
+        for part in [part for part in self.driver.parts if isinstance(part, FirstDraws)]:
+            self.driver.parts.remove(part)
+            part.tell(self.recorder.event)
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.

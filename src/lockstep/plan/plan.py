@@ -46,6 +46,12 @@ class Plan:
         """Return how many epochs of the data have been trained after so many steps, or None for a stream."""
         return (steps_done + self.ahead) / self.steps_per_epoch if self.steps_per_epoch else None
 
+    def follows_ranks(self, config: RunConfig) -> bool:
+        """Return whether the same samples would be in other micro-batches on another number of ranks."""
+        # With local_batch another number of ranks has other steps. A single sample cannot be divided.
+        derived = config.micro_batch in (None, "auto") and not config.exact
+        return derived and config.local_batch is None and self.global_batch > 1
+
     def resumed(self, config: RunConfig, steps_done: int, steps_counted: int) -> Plan:
         """Return the plan of a resumed run, whose data is where `steps_counted` steps of this size lead."""
         ahead = steps_counted - steps_done

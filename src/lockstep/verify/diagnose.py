@@ -324,13 +324,13 @@ def _of_loss(trials: TrialCache, comparison: Comparison, step: int) -> Cause:
     if reference.drawn and _equal_in_eval_mode(trials, record.trial, step):
         return named("randomness", only_training)
 
-    # Does a process without a rank get the same losses for that rank's samples?
-    if step == 0 and rank and not reference.facts["stream"]:
+    # Does a process without other ranks get the same losses for that rank's samples?
+    if step == 0 and differing and not reference.facts["stream"]:
         alone = trials.probe(replace(trials.matrix.reference, part=(rank, record.trial.world)))
         if alone and not _same_totals(alone, record):
-            return named("rank-in-loss", f"{where}: other than in a process that has no rank and the same samples")
+            return named("rank-in-loss", f"{where}: other than in a single process that has the same samples")
 
-        if _equal_in_eval_mode(trials, record.trial, 0):
+        if rank and _equal_in_eval_mode(trials, record.trial, 0):
             return named("randomness", only_training)
 
     return _carried(trials, where)
@@ -413,9 +413,6 @@ def _of_split(trials: TrialCache, trial: Trial, first: Divergence) -> Cause:
     reference = trials.compare(trial).reference
     step = first.step
     evidence = f"{first.text} ({trial.text})"
-
-    if cause := _batchnorm_alone(trials, trial):
-        return cause
 
     if first.kind == "metric":
         return named("metric", first.text)

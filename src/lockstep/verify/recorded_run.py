@@ -127,6 +127,7 @@ class RecordedRun(Run):
         self._facts = facts | {
             "global_batch": self.plan.global_batch,
             "micro_batch_asked": None if self.config.micro_batch == "auto" else self.config.micro_batch,
+            "follows_ranks": self.plan.follows_ranks(self.config),
             "samples": self.plan.samples,
             "stream": source.step_order is None,
             "strategy": self.config.strategy,

@@ -110,6 +110,7 @@ class GradientGuard:
     """
 
     def __init__(self, optimizers: Optimizers):
+        self.is_new = True  # until the first `step.backward` of this process
         self._watched: list[list[Tensor]] = []  # a list for each optimizer
         for groups in optimizers.groups:
             # The first, the middle and the last are enough to see zero_grad() or clipping.

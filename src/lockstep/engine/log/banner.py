@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
+from lockstep.engine.log.micro_batches import advise, has_dropout, takes_batch_statistics
 from lockstep.errors import plural
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
@@ -68,7 +69,8 @@ def describe_run(
         "mesh": None
         if mesh.is_data_parallel_only
         else f"{mesh}; {plural(mesh.data_size, 'group')} of ranks with samples of their own",
-        "dropout": _dropout(model, config, mesh),
+        "dropout": _dropout_of_stages(model, mesh),
+        "micro-batches": _micro_batches(model, config, plan, mesh),
         # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
         "compile": _compile(driver, mesh) if wants_compile(config, runtime) else None,
@@ -181,20 +183,39 @@ def _graph(config: RunConfig) -> str:
     return f"the model's calls are captured{condition}"
 
 
-def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
-    """Return a line if the dropout masks depend on the number of ranks, else None."""
-    if not any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
-        return None
-
+def _dropout_of_stages(model: nn.Module, mesh: Mesh) -> str | None:
+    """Return a line if the dropout masks depend on the stages of a pipeline, else None."""
     # Each stage is seeded differently: only the first one draws the same numbers as a single process would.
-    if mesh.sizes["pp"] > 1:
+    if mesh.sizes["pp"] > 1 and has_dropout(model):
         return "from the second stage on, its masks differ from those without a pipeline (mesh.pp)"
 
-    # Seeds depend on the micro-batch, and its derived size depends on the number of ranks.
-    if config.micro_batch in (None, "auto") and not config.exact:
-        return "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
-
     return None
+
+
+def _micro_batches(model: nn.Module, config: RunConfig, plan: Plan, mesh: Mesh) -> str | None:
+    """Return a line if layers depend on the number of ranks, because the micro-batches do, else None."""
+    layers = []
+    if has_dropout(model) and mesh.sizes["pp"] == 1:
+        layers.append("dropout")
+
+    if takes_batch_statistics(model, config):
+        layers.append("BatchNorm")
+
+    if not layers or not plan.follows_ranks(config):
+        return None
+
+    verb = "follow" if len(layers) > 1 else "follows"
+    return f"{' and '.join(layers)} {verb} them: {advise(plan)}"
+
+
+def describe_own_loop(name: str, folder: RunFolder) -> str | None:
+    """Return a line about the check that a custom loop does not have, in the first run of a script."""
+    script = os.path.relpath(sys.argv[0])
+    others = [other for other in folder.path.parent.glob(f"{name}-*") if other != folder.path]
+    if not script.endswith(".py") or others:
+        return None
+
+    return f"the loss of this loop is not checked at its start: lockstep verify {script}"
 
 
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:

@@ -20,7 +20,8 @@ from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.load_balance import balance_load
-from lockstep.engine.log.banner import describe_resume, describe_run
+from lockstep.engine.log.banner import describe_own_loop, describe_resume, describe_run
+from lockstep.engine.log.micro_batches import FirstDraws
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.engine.profile.steps import add_profile
 from lockstep.engine.requests import Requests
@@ -88,8 +89,15 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     if resumed:
         facts["resumed"] = _continue_records(builder, resumed, requests, plan)
 
+    elif builder.task is None and config.checks.loss != "off":
+        facts |= _describe_own_loop(builder)
+
     facts |= _describe_weights(trained, plan, source, resumed)
     _write_start(builder, facts, plan, driver)
+
+    # The line of the banner about layers says the same. A pipeline has many micro-batches in flight.
+    if plan.follows_ranks(config) and "micro-batches" not in facts and driver.role.runs_whole_model:
+        driver.parts.add(FirstDraws(plan, runtime.device))
 
     run = builder.run_class(
         config=config,
@@ -287,6 +295,12 @@ def _describe(
         facts["data"] = source.banner
 
     return facts
+
+
+def _describe_own_loop(builder: RunBuilder) -> dict[str, str]:
+    """Return the line of the banner about a custom loop, if there is one."""
+    line = describe_own_loop(builder.name, builder.folder) if builder.runtime.is_main else None
+    return {"verify": line} if line else {}
 
 
 def _describe_weights(

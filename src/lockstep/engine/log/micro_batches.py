@@ -1,0 +1,84 @@
+"""Says what follows the micro-batches, where their size follows the number of ranks: dropout, noise, BatchNorm.
+
+Layers are known before the first step, and get a line of the banner. Whether the forward, the loss or the user's loop
+draws random numbers is known after the first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from lockstep.config import RunConfig
+from lockstep.parallel.batchnorm.sync import is_synchronised
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
+from lockstep.plan.plan import Plan
+from lockstep.task import Loss, MicroBatch
+
+EXAMPLE_RANKS = 4  # for which a single process proposes a micro-batch
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+
+
+def takes_batch_statistics(model: nn.Module, config: RunConfig) -> bool:
+    """Whether a BatchNorm normalises over a micro-batch. A SyncBatchNorm does so over those of all ranks together."""
+    if config.ddp.sync_batchnorm:
+        return False
+
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and not is_synchronised(m)]
+    return any(norm.training or norm.running_mean is None for norm in norms)
+
+
+def advise(plan: Plan) -> str:
+    """Return what to set, so that the micro-batches do not follow the number of ranks."""
+    # The ranks of a stream have micro-batches of their own, whatever their size.
+    if plan.samples is None:
+        return "in a stream they follow the number of ranks"
+
+    # A size that is used now is proposed. A single micro-batch cannot be shared.
+    several = plan.num_micro_batches > 1
+    size = plan.micro_batch if several else max(1, plan.global_batch // EXAMPLE_RANKS)
+    most = math.ceil(plan.global_batch / size)
+    return f"set micro_batch={size} for the same model on any number of ranks, up to {most}"
+
+
+class FirstDraws(StepPart):
+    """Notes whether the first step draws random numbers from torch's generators. The run removes it after that step."""
+
+    slot = "log"
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self._plan = plan
+        self._device = device
+        self._states: list[Tensor] = []
+        self._drew = False
+
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        self._states = self._read()
+
+    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+        self._drew |= any(not torch.equal(a, b) for a, b in zip(self._states, self._read(), strict=True))
+
+    def tell(self, log_event: Callable[..., None]) -> None:
+        """Log a note, if there were such numbers."""
+        if self._drew:
+            log_event(
+                "note",
+                reason=f"random numbers that are drawn in a step follow its micro-batches: {advise(self._plan)}",
+            )
+
+    def _read(self) -> list[Tensor]:
+        """Return the states of the generators that `seed_torch` seeds. No device is waited for."""
+        states = [torch.default_generator.get_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.default_generators[self._device.index or 0].get_state())
+
+        return states
