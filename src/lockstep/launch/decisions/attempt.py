@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep.launch.decisions.recovery import AttemptFacts
-from lockstep.launch.failure import CausedByPeer, Failure, RankExit, SaveOutcome, left_early, pick_root
+from lockstep.launch.failure import Failure, Likelihood, RankExit, SaveOutcome, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -80,7 +80,7 @@ class Attempt:
     @property
     def any_died_by_itself(self) -> bool:
         """Whether some rank has died for a reason that no other rank can have caused."""
-        return any(rank_exit.caused_by_peer is CausedByPeer.NEVER for rank_exit in self.exits.values())
+        return any(rank_exit.likelihood_of_peer is Likelihood.IMPOSSIBLE for rank_exit in self.exits.values())
 
     @property
     def finished(self) -> list[int]:
@@ -121,7 +121,7 @@ class Attempt:
             failure = self._located(failure)
 
         # Ranks only report a lost peer: that peer is a rank that ended too early.
-        if self.exits[root].caused_by_peer >= CausedByPeer.POSSIBLE and self.finished:
+        if self.exits[root].likelihood_of_peer >= Likelihood.POSSIBLE and self.finished:
             rank = self.finished[0]
             return left_early(rank, self.host_of(rank), failure, self.exits[rank].exit_line)
 

@@ -122,7 +122,7 @@ class Outbox:
         self.put(Announce("\n".join(lines)))
 
         # Events hold no log lines: the log itself stays in the run's folder.
-        fields = {name: value for name, value in vars(failure).items() if name != "log"}
+        fields = {name: value for name, value in vars(failure).items() if name not in ("log", "traits")}
         self.record_event("failure", attempt=attempt, **fields)
 
 

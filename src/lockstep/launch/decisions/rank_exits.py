@@ -8,17 +8,17 @@ from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
-from lockstep.launch.failure import CausedByPeer
+from lockstep.launch.failure import Likelihood
 from lockstep.launch.times import LATE_S, OTHER_SAVES_S
 from lockstep.launch.wire.messages import JobEnd, RankExited
 
 # After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
 # that is longer: a large process takes a while to die.
 ROOT_WAIT_S = {
-    CausedByPeer.NEVER: 0.0,
-    CausedByPeer.UNLIKELY: 1.0,
-    CausedByPeer.POSSIBLE: 5.0,
-    CausedByPeer.CERTAIN: 5.0,
+    Likelihood.IMPOSSIBLE: 0.0,
+    Likelihood.UNLIKELY: 1.0,
+    Likelihood.POSSIBLE: 5.0,
+    Likelihood.CERTAIN: 5.0,
 }
 
 # After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
@@ -46,7 +46,7 @@ class RankExits:
 
         # The exit of a rank that failed earlier must arrive within this time.
         if not rank_exit.clean:
-            attempt.root_failure_at = min(attempt.root_failure_at, now + ROOT_WAIT_S[rank_exit.caused_by_peer])
+            attempt.root_failure_at = min(attempt.root_failure_at, now + ROOT_WAIT_S[rank_exit.likelihood_of_peer])
         elif rank_exit.save_outcome:
             self._wait_for_other_saves(now)
 

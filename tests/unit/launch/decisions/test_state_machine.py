@@ -9,13 +9,13 @@ import pytest
 
 from lockstep import api
 from lockstep.config.sections import RestartConfig
-from lockstep.errors import ExitCode
+from lockstep.errors import ExitCode, SmallerMicroBatch
 from lockstep.launch.decisions import rank_exits, status
 from lockstep.launch.decisions.commands import DismissNode, HangUp, RecordEvent, Send, StartAttempt
 from lockstep.launch.decisions.job_nodes import Node, divide
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit, SaveOutcome
+from lockstep.launch.failure import EXCEPTION_TRAITS, PROGRAM_ERROR, Failure, FailureTraits, LauncherFailure, RankExit, SaveOutcome
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job, LauncherSettings
@@ -41,7 +41,7 @@ from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 
 # The failure of a rank whose peer is gone, which gloo reports.
-LOST = {"kind": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234", "follows_lost_peer": True}
+LOST = {"kind": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234", "lost_peer": "yes"}
 
 
 @dataclass
@@ -86,7 +86,9 @@ class Stage:
     def exit(self, rank: int, code: int, exit_line: str = "", save: SaveOutcome = "saved", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         origin = "signal" if code < 0 else "exception"
-        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
+        traits = FailureTraits() if code < 0 else PROGRAM_ERROR
+        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin}
+        values |= {"traits": traits, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         rank_exit = RankExit.as_asked(save) if code == 75 else RankExit(code, failed, exit_line)
         self.state_machine.receive(0, RankExited(self.state.attempt.number, rank, rank_exit), self.now)
@@ -169,6 +171,17 @@ def test_an_error_waits_a_moment_for_its_cause(stage):
     stage.exit(1, -9)
     stage.tick()
     assert "rank 1 on host-0" in stage.said
+
+
+def test_a_crash_waits_a_moment_for_the_error_that_led_to_it(stage):
+    """A rank that has raised cleans up before it exits."""
+    raised_at = time.time()
+    stage.exit(1, -11, time=raised_at + 0.9)
+    assert stage.tick(0.5) == []
+    stage.exit(0, 1, message="the real one", time=raised_at)
+    stage.tick(0.6)
+    assert "the real one" in stage.said
+    assert "not restarted: no checkpoint has been saved" in stage.said
 
 
 def test_an_error_whose_cause_never_shows_is_the_cause(stage):
@@ -434,7 +447,7 @@ def test_a_smaller_micro_batch_is_asked_for_as_often_as_needed():
     stage = Stage(nproc=Bounds(1, 2))
     stage.tick()
     for _ in range(20):
-        stage.exit(1, 1, kind="SmallerMicroBatch")
+        stage.exit(1, 1, kind="SmallerMicroBatch", traits=EXCEPTION_TRAITS[SmallerMicroBatch])
         stage.tick(10.0)
         said = stage.said
         stage.ranks_gone()
@@ -1626,7 +1639,7 @@ def test_a_rank_that_ends_before_the_others_is_named(stage):
 def test_a_rank_that_ends_before_rank_0_aborts_is_named(stage):
     """NCCL aborts a rank that has lost a peer; why rank 0 aborted is on the terminal, where nobody can look it up."""
     stage.exit(1, 0)
-    stage.exit(0, -6, message=ABORTED_UNREAD, phase="all-reduce")
+    stage.exit(0, -6, lost_peer="unread", phase="all-reduce")
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training: rank 0 then aborted" in stage.said
