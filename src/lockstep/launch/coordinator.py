@@ -132,7 +132,7 @@ class Coordinator:
         self._watch.refresh()
         now = time.monotonic()
         self._state_machine.note_checkpoints(self._watch.checkpoints)
-        self._state_machine.node_joined(Node(COORDINATOR, self._agent.name, self._agent.nproc), now)
+        self._state_machine.node_joined(Node(COORDINATOR, self._agent.host, self._agent.nproc), now)
         if self._predecessors_loss is not None:
             self._state_machine.took_over(self._predecessors_loss, now)
 

@@ -19,6 +19,7 @@ from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks, rank_record, zygote_client
 from lockstep.launch.ranks.post_mortem import examine
+from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
@@ -300,6 +301,22 @@ def test_a_rank_that_is_slow_to_die_is_not_gone_and_its_zygote_is_not_to_blame(s
     assert isinstance(lost, NodeFailed)
     assert gone == RanksGone(0)
     assert agent._zygote is not first
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_nobody_asks_how_a_rank_ended_that_was_killed_here(slow_rank, monkeypatch, killed):
+    """The agent looked for the reason in its log, and the next attempt waited for that disk."""
+    agent, process = slow_rank
+    examined = []
+    monkeypatch.setattr(module, "examine", lambda *arguments: examined.append(arguments) or RankExit(0))
+    if killed:
+        agent.carry_out(Kill(0))
+    die(process)
+    exited = RankChange(0, process.pid, -signal.SIGKILL)
+    monkeypatch.setattr(agent._zygote, "poll", lambda: [exited], raising=False)
+    messages = agent.poll()
+    assert len(examined) == (0 if killed else 1)
+    assert messages[-1] == (RanksGone(0) if killed else RankExited(0, 0, RankExit(0)))
 
 
 def test_a_rank_that_outlives_its_zygote_is_not_gone(slow_rank):

@@ -27,7 +27,7 @@ ADDRESS = "127.0.0.1:29400"
 
 
 class IdleAgent(SimpleNamespace):
-    name, nproc, secret = "host-a", Bounds(1, 1), None
+    host, nproc, secret = "host-a", Bounds(1, 1), None
     orders: list
 
     def do(self, message):

@@ -66,7 +66,7 @@ class FailureHandler:
         situation = replace(self._situation(now), reached_timeout=reached_timeout)
         state.decided = after_failure(failure, situation)
         if isinstance(state.decided, Restart) and not failure.traits.asks_for_smaller_micro_batch:
-            state.restarts.count(now, hang=reached_timeout)
+            state.restarts.count(now, reached_timeout)
 
         self._show_failure_on_all_nodes(failure, state.decided, now)
         if isinstance(state.decided, UndoResize):
@@ -209,7 +209,7 @@ class FailureHandler:
 
         more_time = ""
         if restart.longer_timeouts:
-            times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
+            times = f"{raise_factor(state.restarts.timeouts_reached):,.0f} times as long (hang.first at most)"
             more_time = f"; hang timeouts are {times} until the next checkpoint"
 
         return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"

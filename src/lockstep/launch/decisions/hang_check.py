@@ -61,7 +61,7 @@ class HangCheck:
         if self._pending is not None or attempt.save_outcome:
             return
 
-        suspicion = attempt.watchdog.look(attempt.running_ranks, now, state.restarts.hangs)
+        suspicion = attempt.watchdog.look(attempt.running_ranks, now, state.restarts.timeouts_reached)
         if suspicion is not None:
             self._request_stacks(attempt, suspicion, now)
 

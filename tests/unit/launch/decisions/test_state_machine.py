@@ -1232,7 +1232,7 @@ def test_restarts_in_a_row_and_raised_limits_survive_the_coordinator(stage):
     heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
     new = Stage(inherited=heard, now=5.0)
     new.tick(3.1)
-    assert new.state.restarts.hangs == 1
+    assert new.state.restarts.timeouts_reached == 1
     assert new.state.restarts.times == [moment - stage.now + 5.0 for moment in stage.state.restarts.times]
     assert isinstance(new.kill()[-1], JobEnd)  # the sixth in a row
 
@@ -1412,7 +1412,7 @@ def test_a_deadlock_raises_no_limit(stage):
     assert "deadlock" in stage.said
     assert "restarting 2 ranks" in stage.said
     assert "hang timeouts" not in stage.said
-    assert (stage.state.restarts.in_a_row, stage.state.restarts.hangs) == (1, 0)
+    assert (stage.state.restarts.in_a_row, stage.state.restarts.timeouts_reached) == (1, 0)
 
 
 @pytest.mark.parametrize("state", ["T", ""])
@@ -1428,13 +1428,13 @@ def test_a_rank_that_is_suspended_or_gone_raises_no_limit(stage, state):
     assert "hang: 1 of 2 ranks is" in stage.said
     assert "restarting 2 ranks" in stage.said
     assert "hang timeouts" not in stage.said
-    assert (stage.state.restarts.in_a_row, stage.state.restarts.hangs) == (1, 0)
+    assert (stage.state.restarts.in_a_row, stage.state.restarts.timeouts_reached) == (1, 0)
 
 
 def test_a_kill_raises_no_limit(stage):
     stage.kill()
     assert "hang timeouts" not in stage.said
-    assert stage.state.restarts.hangs == 0
+    assert stage.state.restarts.timeouts_reached == 0
 
 
 def test_ranks_that_stall_have_the_same_grace_as_others(stage):
