@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.recovery import AttemptFacts
 from lockstep.launch.failure import Failure, Likelihood, RankExit, SaveOutcome, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
@@ -30,7 +31,7 @@ class Attempt:
         self.counts = counts
         self._hosts = hosts
 
-        # All ranks, and those of each node: they are numbered node by node.
+        # All ranks, and those of each node: they are numbered here, node by node.
         self._ranks_on: dict[int, range] = {}
         world_size = 0
         for node, count in counts.items():
@@ -63,6 +64,11 @@ class Attempt:
     @property
     def all_exited(self) -> bool:
         return len(self.exits) == len(self.ranks)
+
+    @property
+    def start_command(self) -> StartAttempt:
+        """The command that starts the ranks on all nodes."""
+        return StartAttempt(self.number, dict(self._ranks_on))
 
     def ranks_on(self, node: int) -> range:
         """Return the ranks of a node; none for a node that is not part of this attempt."""

@@ -25,10 +25,10 @@ SUMMARIES = {
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Start a new attempt: `counts` maps each node to its number of ranks, which are numbered in this order."""
+    """Start a new attempt, with these ranks on each node."""
 
     attempt: int
-    counts: dict[int, int]
+    ranks_on: dict[int, range]
 
 
 @dataclass(frozen=True)

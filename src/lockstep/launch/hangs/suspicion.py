@@ -37,7 +37,7 @@ HALTED_S = 3.0
 # checkpoint. Otherwise slow work that is taken for a hang would end every attempt at the same step.
 RAISE_FACTOR = 4.0
 
-# After more of them no timeout is raised any further: `hang.first` limits all of them long before, and a float would overflow.
+# More of them raise no timeout any further: `hang.first` limits all of them long before, and a float would overflow.
 MAX_RAISES = 10
 
 

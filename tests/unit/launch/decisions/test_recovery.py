@@ -143,11 +143,11 @@ def test_which_nodes_the_job_does_without(failure, node, loss):
 
 def test_how_a_job_ends_whose_nodes_are_too_few():
     ended = if_none_can_start(TOO_FEW, SAVED)
-    assert (ended.result.code, ended.result.failure.message, ended.reason) == (ExitCode.RESTART, TOO_FEW, TOO_FEW)
+    assert (ended.ending.code, ended.ending.failure.message, ended.reason) == (ExitCode.RESTART, TOO_FEW, TOO_FEW)
     no_restart = LauncherSettings(restart=RestartConfig(per_hour=0))
-    assert if_none_can_start(TOO_FEW, replace(SAVED, settings=no_restart)).result.code == ExitCode.FAILED
+    assert if_none_can_start(TOO_FEW, replace(SAVED, settings=no_restart)).ending.code == ExitCode.FAILED
     assert if_none_can_start(TOO_FEW, replace(SAVED, **ASKED)) == EndPreempted()
-    assert if_none_can_start(TOO_FEW, replace(UNSAVED, **ASKED)).result.code == ExitCode.FAILED
+    assert if_none_can_start(TOO_FEW, replace(UNSAVED, **ASKED)).ending.code == ExitCode.FAILED
 
 
 def test_a_restart_is_refused_once_the_hour_has_had_its_restarts():
