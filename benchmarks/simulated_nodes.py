@@ -135,7 +135,7 @@ class Ranks:
             )
             for number in range(start.first_rank, start.first_rank + start.count)
         ]
-        return NodeHeartbeat(views, {}, start.attempt)
+        return NodeHeartbeat(views, start.attempt)
 
 
 def _stack(culprit: bool) -> str:

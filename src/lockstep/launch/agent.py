@@ -6,7 +6,6 @@ It decides nothing. The coordinator's orders go in (`carry_out`), and messages f
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -14,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
-from lockstep import files
 from lockstep.errors import UserError
 from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import view_of
@@ -35,6 +33,7 @@ from lockstep.launch.wire.messages import (
     RankExited,
     RanksGone,
     SaveAndExit,
+    SettingsRead,
     Stacks,
     Start,
     ToCoordinator,
@@ -43,7 +42,6 @@ from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.run_folder.names import LOGS
 from lockstep.run_folder.run_dir import not_writable
-from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
@@ -149,7 +147,7 @@ class Agent:
             if rank.number == 0 and self.term_file:
                 env[TERM_FILE] = str(self.term_file)
 
-            self._zygote.fork(rank.number, env, spec, rank.log, current.lifeline)
+            self._zygote.fork(rank.number, env, spec, rank.log, current.lifeline, start.attempt)
 
         # The coordinator learns from the next heartbeat that the ranks were requested.
         self._started = start.attempt
@@ -231,7 +229,8 @@ class Agent:
         # First the reports of the zygote. If it has died, its last reports may still be the exits of ranks.
         changes = self._zygote.poll()
         if self._current is not None:
-            self._note_changes(self._current, changes)
+            current = self._current
+            self._note_changes(current, [change for change in changes if change.attempt == current.attempt])
 
         # The next zygote has no ranks yet, but the system may have refused its process: it tries again.
         if self._next_zygote is not None:
@@ -250,7 +249,7 @@ class Agent:
 
     def _note_changes(self, current: LocalRanks, changes: list[RankChange]) -> None:
         """Note which ranks of this attempt have started or exited."""
-        # The last heartbeat is sent before the exits of ranks: it may carry settings that no earlier heartbeat had.
+        # The last heartbeat comes before the exits of ranks, and with it the settings, if nobody has read them yet.
         if any(change.is_exit for change in changes) and not current.was_killed:
             self._messages.append(self.heartbeat())
 
@@ -262,8 +261,7 @@ class Agent:
             if change.code is None:
                 assert change.pid is not None, "a rank that has started has a process"
                 current.rank_started(rank, change.pid)
-            # An exit may be that of an earlier process, whose rank had the same number.
-            elif rank.pid == change.pid:
+            else:
                 self._report_exit(current, rank, change.code)
 
     def _report_exit(self, current: LocalRanks, rank: LocalRank, code: int) -> None:
@@ -320,10 +318,12 @@ class Agent:
         # There is no view of a rank that died before its first heartbeat.
         views = [view_of(rank, self.host, pid, current.folder) for rank, pid in current.pids.items()]
 
-        # Rank 0 renames the file with the task's settings into place once it has read the configuration.
-        settings = json.loads(files.read(attempt_folder.settings(current.folder)) or "{}")
+        # They are sent once in each attempt, by the next `poll`.
+        settings = current.take_settings()
+        if settings is not None:
+            self._messages.append(SettingsRead(settings))
 
-        return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
+        return NodeHeartbeat([view for view in views if view is not None], current.attempt)
 
     def sockets(self) -> list[socket.socket]:
         """Return what to wait for: reports of the zygote."""

@@ -30,6 +30,7 @@ from lockstep.launch.wire.messages import (
     RanksGone,
     Rendezvous,
     SaveAndExit,
+    SettingsRead,
     Stacks,
     Start,
 )
@@ -312,11 +313,33 @@ def test_nobody_asks_how_a_rank_ended_that_was_killed_here(slow_rank, monkeypatc
     if killed:
         agent.carry_out(Kill(0))
     die(process)
-    exited = RankChange(0, process.pid, -signal.SIGKILL)
+    exited = RankChange(0, 0, process.pid, -signal.SIGKILL)
     monkeypatch.setattr(agent._zygote, "poll", lambda: [exited], raising=False)
     messages = agent.poll()
     assert len(examined) == (0 if killed else 1)
     assert messages[-1] == (RanksGone(0) if killed else RankExited(0, 0, RankExit(0)))
+
+
+def test_a_report_about_an_earlier_attempt_is_not_about_the_rank_of_the_same_number(slow_rank, monkeypatch):
+    """A late start took the place of the rank's own process."""
+    agent, process = slow_rank
+    agent.carry_out(replace(START, attempt=1))
+    late = [RankChange(0, 0, process.pid), RankChange(0, 0, process.pid, -signal.SIGKILL)]
+    monkeypatch.setattr(agent._zygote, "poll", lambda: late, raising=False)
+    assert agent.poll() == []
+    assert agent._current.ranks[0].pid is None
+
+
+def test_the_settings_are_sent_once_in_each_attempt(slow_rank):
+    agent, _ = slow_rank
+    for attempt in range(2):
+        agent.heartbeat()
+        assert agent.poll() == []
+        (agent._current.folder / "settings.json").write_text('{"hang": {"least": 5.0}}')
+        agent.heartbeat()
+        agent.heartbeat()
+        assert agent.poll() == [SettingsRead({"hang": {"least": 5.0}})]
+        agent.carry_out(replace(START, attempt=attempt + 1))
 
 
 def test_a_rank_that_outlives_its_zygote_is_not_gone(slow_rank):

@@ -44,6 +44,7 @@ from lockstep.launch.wire.messages import (
     NodeHeartbeat,
     RankExited,
     RanksGone,
+    SettingsRead,
     SignalReceived,
     Stacks,
     ToCoordinator,
@@ -133,6 +134,8 @@ class JobStateMachine:
                 self._hang_check.add_stacks(node, message, now)
             case NodeHeartbeat():
                 self.heartbeat_received(node, message, now)
+            case SettingsRead():
+                self.settings_read(LauncherSettings(**message.settings))
             case SignalReceived():
                 self.preempt_requested(message.signal, now, node)
             case _:
@@ -206,7 +209,7 @@ class JobStateMachine:
     # ---- heartbeats and hangs ----
 
     def heartbeat_received(self, node: int, beat: NodeHeartbeat, now: float) -> None:
-        """A node has sent its heartbeat: the views of its ranks and, from the node of rank 0, the settings."""
+        """A node has sent its heartbeat, with the views of its ranks."""
         self._state.nodes.last_heartbeats[node] = now
 
         # A late beat of the previous attempt shows ranks that are dead.
@@ -215,11 +218,11 @@ class JobStateMachine:
             attempt.awaiting_start.discard(node)
             attempt.watchdog.note_views(node, beat.views)
 
-        # All attempts have the same settings.
-        if beat.settings:
-            self._state.settings = LauncherSettings(**beat.settings)
-            if attempt is not None:
-                attempt.watchdog.configure(self._state.settings.hang)
+    def settings_read(self, settings: LauncherSettings) -> None:
+        """Rank 0 has read the settings of the task. All attempts have the same."""
+        self._state.settings = settings
+        if self._state.attempt is not None:
+            self._state.attempt.watchdog.configure(settings.hang)
 
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stall; called about once a second. Ranks that have nothing to save are killed at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -65,8 +66,9 @@ class LocalRanks:
         # The processes of ranks whose zygote was lost. No process reports their ends, so the agent looks for them.
         self._orphans: set[int] = set()
 
-        # Whether the ranks were asked to save and exit, and when they were killed.
+        # Whether the ranks were asked to save and exit, whether their settings were taken, and when they were killed.
         self.was_asked_to_save = False
+        self._settings_taken = False
         self.killed_at: float | None = None
 
     @property
@@ -86,6 +88,13 @@ class LocalRanks:
             with suppress(OSError):
                 for path in (self.folder, *self.folder.iterdir()):
                     os.utime(path)
+
+    def take_settings(self) -> dict[str, Any] | None:
+        """Return the task's settings, once: None before rank 0 has written them, and after they were taken."""
+        # Rank 0 renames the file into place once it has read the configuration.
+        text = "" if self._settings_taken else files.read(attempt_folder.settings(self.folder))
+        self._settings_taken = self._settings_taken or bool(text)
+        return json.loads(text) if text else None
 
     # ---- where they are ----
 

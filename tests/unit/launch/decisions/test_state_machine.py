@@ -41,6 +41,7 @@ from lockstep.launch.wire.messages import (
     Prepare,
     RankExited,
     SaveAndExit,
+    SettingsRead,
     Stacks,
     decode,
     encode,
@@ -123,7 +124,9 @@ class Stage:
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
-        beat = NodeHeartbeat(list(views), settings, self.state.attempt.number)
+        if settings:
+            self.state_machine.receive(node, SettingsRead(settings), self.now)
+        beat = NodeHeartbeat(list(views), self.state.attempt.number)
         self.state_machine.heartbeat_received(node, beat, self.now)
 
     def sent(self, kind: type) -> list[int]:
@@ -176,7 +179,7 @@ def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
 
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
-    stage.state_machine.heartbeat_received(0, NodeHeartbeat([view(1, 900.0, "data")], {}, 0), stage.now)
+    stage.state_machine.heartbeat_received(0, NodeHeartbeat([view(1, 900.0, "data")], 0), stage.now)
     assert stage.state.attempt.watchdog.last_view(1) is None
     stage.state_machine.receive(0, RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
