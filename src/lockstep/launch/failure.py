@@ -223,8 +223,8 @@ class RankExit:
         if failure is None:
             return Likelihood.UNLIKELY
 
-        # Nothing that a rank meets makes it send itself SIGKILL, or keeps it from being forked. Any other signal may
-        # come from a crash in its clean-up, and it may leave with any code.
+        # SIGKILL comes from outside, and so does the refusal of a fork. A rank that has lost its peers may crash while
+        # it cleans up, or leave with any code.
         if failure.noticed_as(LauncherFailure.FORK) or (failure.origin == "signal" and failure.kind == "SIGKILL"):
             return Likelihood.IMPOSSIBLE
 
