@@ -135,7 +135,7 @@ class Ranks:
             )
             for number in range(start.first_rank, start.first_rank + start.count)
         ]
-        return NodeHeartbeat(views, {}, start.attempt)
+        return NodeHeartbeat(views, start.attempt)
 
 
 def _stack(culprit: bool) -> str:
@@ -167,8 +167,8 @@ class SimulatedAgent:
     """The agent of the coordinating node."""
 
     def __init__(self, nproc: Bounds):
-        self.name, self.nproc, self.secret = "host-0", nproc, SECRET
-        self.ranks = Ranks(self.name)
+        self.host, self.nproc, self.secret = "host-0", nproc, SECRET
+        self.ranks = Ranks(self.host)
         self._messages: list[Message] = []
 
     def carry_out(self, message: Message) -> None:
@@ -207,7 +207,7 @@ def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator
     address = address_of(listener)
     job = make_job(run_dir, nodes, ranks, address)
     agent = SimulatedAgent(job.nproc)
-    term = election.begin_term(run_dir, None, agent.name, address)
+    term = election.begin_term(run_dir, None, agent.host, address)
     coordinator = Coordinator(job, agent, [], listener, term)  # pyrefly: ignore[bad-argument-type]
     return coordinator, agent, address
 
@@ -216,7 +216,7 @@ def make_successor(run_dir: Path, nodes: int, ranks: int, last: JoinedTerm) -> t
     """Wait until the lost coordinator may be succeeded, as a real node does, and return the new one."""
     job = make_job(run_dir, nodes, ranks, last.term.address)
     agent = SimulatedAgent(job.nproc)
-    role = Search(job, agent.name, [], SECRET).after_loss(last, "the connection was closed")
+    role = Search(job, agent.host, [], SECRET).after_loss(last, "the connection was closed")
     assert isinstance(role, CoordinatorRole)
     assert role.failure is not None
     job = replace(job, join=role.lease.term.address)

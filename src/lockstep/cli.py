@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lost_another_rank(error: Exception) -> bool:
     from lockstep.launch import lost_peer
 
-    return lost_peer.follows(error)
+    return lost_peer.reported_by(error)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

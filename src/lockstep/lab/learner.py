@@ -166,7 +166,7 @@ class Learner:
             writer.send(_Result(rank, function(self.module(), *arguments)))
         except BaseException as error:  # also SystemExit: the grader must know how the rank ended
             explained = self._explain(rank, error)
-            writer.send(_Result(rank, error=explained, lost_peer=lost_peer.follows(error)))
+            writer.send(_Result(rank, error=explained, lost_peer=lost_peer.reported_by(error)))
 
         sys.stdout.flush()
         writer.close()

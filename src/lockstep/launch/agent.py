@@ -6,7 +6,6 @@ It decides nothing. The coordinator's orders go in (`carry_out`), and messages f
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -14,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
-from lockstep import files
 from lockstep.errors import UserError
 from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import view_of
@@ -35,6 +33,7 @@ from lockstep.launch.wire.messages import (
     RankExited,
     RanksGone,
     SaveAndExit,
+    SettingsRead,
     Stacks,
     Start,
     ToCoordinator,
@@ -43,7 +42,6 @@ from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.run_folder.names import LOGS
 from lockstep.run_folder.run_dir import not_writable
-from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
@@ -55,9 +53,9 @@ START_ZYGOTE_S = 30.0
 class Agent:
     """Runs the ranks of one node, in one attempt after another."""
 
-    def __init__(self, job: Job, name: str, secret: Secret | None = None):
+    def __init__(self, job: Job, host: str, secret: Secret | None = None):
         self._job = job
-        self.name = name
+        self.host = host
         self.secret = secret  # the job's secret; None on a single node
 
         # The bounds of this node's ranks; `start_with` is the number it ran last.
@@ -127,7 +125,7 @@ class Agent:
         except (OSError, UserError) as error:
             self._zygote.drop_unsent()  # a process that is forked later would belong to no attempt
             self._close_attempt()
-            self._report_setup(start.attempt, error)
+            self._report_failed_setup(start.attempt, error)
 
     def _request_ranks(self, start: Start) -> None:
         """Set up the ranks of an attempt, and ask the zygote for their processes."""
@@ -139,26 +137,26 @@ class Agent:
             raise not_writable(self._job.run_dir, error) from None
 
         # The environment that all ranks share, and then what is different for each.
-        self._current = current = LocalRanks(start, self.name, logs)
+        self._current = current = LocalRanks(start, self.host, logs)
         spec = self._job.spec_for_ranks
         shared = rank_environment(start, current.folder, logs, self._zygote.env, self.secret)
-        for local_rank, (number, rank) in enumerate(current.ranks.items()):
-            env = shared | {"RANK": str(number), "LOCAL_RANK": str(local_rank)}
+        for local_rank, rank in enumerate(current.ranks.values()):
+            env = shared | {"RANK": str(rank.number), "LOCAL_RANK": str(local_rank)}
 
             # Rank 0 ends if its coordinator is superseded.
-            if number == 0 and self.term_file:
+            if rank.number == 0 and self.term_file:
                 env[TERM_FILE] = str(self.term_file)
 
-            self._zygote.fork(number, env, spec, rank.log, current.lifeline)
+            self._zygote.fork(rank.number, env, spec, rank.log, current.lifeline, start.attempt)
 
         # The coordinator learns from the next heartbeat that the ranks were requested.
         self._started = start.attempt
         self.nproc = replace(self._job.nproc, start_with=start.count)
 
-    def _report_setup(self, attempt: int, error: OSError | UserError) -> None:
+    def _report_failed_setup(self, attempt: int, error: OSError | UserError) -> None:
         """Report that this node cannot set up its ranks. None of them has a process."""
         for_user = isinstance(error, UserError)
-        text = str(error) if for_user else f"{self.name} cannot set up its ranks: {error}"
+        text = str(error) if for_user else f"{self.host} cannot set up its ranks: {error}"
         self._messages.append(NodeFailed(attempt, LauncherFailure.SETUP, text, for_user))
 
     def _prepare(self, count: int) -> None:
@@ -183,7 +181,7 @@ class Agent:
         """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
         # A rank that has failed does not hang, though its clean-up may. It is killed: the report of its exit says more
         # than any stack.
-        if current.kill_failed():
+        if current.kill_those_that_failed():
             return
 
         stacks, collectives = current.stacks_and_collectives()
@@ -198,24 +196,17 @@ class Agent:
         if not self._zygote.ready:
             self._zygote.drop_unsent()
             rank_exit = RankExit.as_asked("nothing")
-            self._messages += [RankExited(current.attempt, rank, rank_exit) for rank in current.ranks]
-            current.ranks.clear()
+            for number in list(current.ranks):
+                current.ended(number)
+                self._messages.append(RankExited(current.attempt, number, rank_exit))
 
         current.ask_to_save(signal)
 
     def _begin_kill(self, current: LocalRanks) -> None:
-        """Kill the ranks; `poll` says when they are gone.
-
-        The state on disk is consistent at any moment, so there is nothing to wait for.
-        """
-        current.killed_at = time.monotonic()
-        self._zygote.drop_unsent()
-
+        """Kill the ranks; `poll` says when they are gone."""
         # Before the zygote is ready no rank exists. Their requests were dropped, so nothing will be reported of them.
-        if not self._zygote.ready:
-            current.ranks.clear()
-
-        current.kill_all()
+        self._zygote.drop_unsent()
+        current.begin_kill(any_forked=self._zygote.ready)
 
     def kill_and_wait(self) -> None:
         """Kill the ranks, if there are any, and wait until they are gone. No message about it is sent."""
@@ -238,7 +229,8 @@ class Agent:
         # First the reports of the zygote. If it has died, its last reports may still be the exits of ranks.
         changes = self._zygote.poll()
         if self._current is not None:
-            self._note_changes(self._current, changes)
+            current = self._current
+            self._note_changes(current, [change for change in changes if change.attempt == current.attempt])
 
         # The next zygote has no ranks yet, but the system may have refused its process: it tries again.
         if self._next_zygote is not None:
@@ -248,7 +240,7 @@ class Agent:
         self._check_zygote(self._current)
 
         # Last, whether ranks that were killed are all gone.
-        if self._current is not None and self._current.killed_at and self._current.all_gone:
+        if self._current is not None and self._current.was_killed and self._current.all_gone:
             self._messages.append(RanksGone(self._current.attempt))
             self._close_attempt()
 
@@ -257,8 +249,8 @@ class Agent:
 
     def _note_changes(self, current: LocalRanks, changes: list[RankChange]) -> None:
         """Note which ranks of this attempt have started or exited."""
-        # The last heartbeat is sent before the exits of ranks: it may carry settings that no earlier heartbeat had.
-        if any(change.is_exit for change in changes):
+        # The last heartbeat comes before the exits of ranks, and with it the settings, if nobody has read them yet.
+        if any(change.is_exit for change in changes) and not current.was_killed:
             self._messages.append(self.heartbeat())
 
         for change in changes:
@@ -269,13 +261,17 @@ class Agent:
             if change.code is None:
                 assert change.pid is not None, "a rank that has started has a process"
                 current.rank_started(rank, change.pid)
-            # An exit may be that of an earlier process, whose rank had the same number.
-            elif rank.pid == change.pid:
+            else:
                 self._report_exit(current, rank, change.code)
 
     def _report_exit(self, current: LocalRanks, rank: LocalRank, code: int) -> None:
-        """Find out why a rank has exited, and report that."""
-        del current.ranks[rank.number]
+        """Find out why a rank has exited, and report that, unless it was killed here."""
+        current.ended(rank.number)
+
+        # What follows is decided already, and the log of the rank may be on a disk that does not answer.
+        if current.was_killed:
+            return
+
         now = time.time()
         rank_exit = examine(rank, code, now)
 
@@ -304,7 +300,7 @@ class Agent:
         # If its imports have failed, those of the next one would fail as well, so none is started.
         attempt = self._current.attempt if self._current else None
         process = "the process" if self._zygote.pid is None else f"the process {self._zygote.pid}"
-        text = f"{process} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
+        text = f"{process} that starts the ranks on {self.host} {self._zygote.how_it_ended}"
         kind = LauncherFailure.SETUP if self._zygote.refusal else LauncherFailure.ZYGOTE
         self._messages.append(NodeFailed(attempt, LauncherFailure.IMPORT if self._cannot_import else kind, text))
 
@@ -320,12 +316,14 @@ class Agent:
         current.do_housekeeping()
 
         # There is no view of a rank that died before its first heartbeat.
-        views = [view_of(rank, self.name, pid, current.folder) for rank, pid in current.pids.items()]
+        views = [view_of(rank, self.host, pid, current.folder) for rank, pid in current.pids.items()]
 
-        # Rank 0 renames the file with the task's settings into place once it has read the configuration.
-        settings = json.loads(files.read(attempt_folder.settings(current.folder)) or "{}")
+        # They are sent once in each attempt, by the next `poll`.
+        settings = current.take_settings()
+        if settings is not None:
+            self._messages.append(SettingsRead(settings))
 
-        return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
+        return NodeHeartbeat([view for view in views if view is not None], current.attempt)
 
     def sockets(self) -> list[socket.socket]:
         """Return what to wait for: reports of the zygote."""

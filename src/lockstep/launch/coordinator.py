@@ -123,7 +123,7 @@ class Coordinator:
         return self._ending
 
     @property
-    def state(self) -> CoordinatorState:
+    def coordinator_state(self) -> CoordinatorState:
         """The state from which a successor of this coordinator would start."""
         return self._state_machine.coordinator_state(time.monotonic())
 
@@ -132,7 +132,7 @@ class Coordinator:
         self._watch.refresh()
         now = time.monotonic()
         self._state_machine.note_checkpoints(self._watch.checkpoints)
-        self._state_machine.node_joined(Node(COORDINATOR, self._agent.name, self._agent.nproc), now)
+        self._state_machine.node_joined(Node(COORDINATOR, self._agent.host, self._agent.nproc), now)
         if self._predecessors_loss is not None:
             self._state_machine.took_over(self._predecessors_loss, now)
 
@@ -145,23 +145,23 @@ class Coordinator:
 
         now = time.monotonic()
         messages = self._agent.poll()
+        from_nodes = self._hub.poll(now)
 
-        # A coordinator that was superseded must not act on what has arrived. In two cases the thread may not have
-        # looked yet: this process was halted, or rank 0 has ended, which ends when it sees a successor itself.
-        rank_exited = any(isinstance(message, RankExited) for message in messages)
-        if rank_exited or now - self._watch.last_iteration_at > LATE_S:
+        # One look at the disk, which may take long to answer. Waiting for it does not count as being halted.
+        if self._must_look(messages, from_nodes, now):
+            self._send_heartbeat()
             self._watch.refresh()
+            now = time.monotonic()
 
+        # A coordinator that was superseded must not act on what has arrived.
         if self._watch.superseded:
             return
 
-        # Waiting for the disk does not count as being halted.
-        now = self._watch.note_iteration()
+        self._watch.note_iteration(now)
         self._send_heartbeat()
 
         # What happened goes in first, so that the deadlines below are judged by all that is known.
-        from_nodes = self._hub.poll(now)
-        self._note_checkpoints([*messages, *(message for _, message in from_nodes)], now)
+        self._state_machine.note_checkpoints(self._watch.checkpoints)
         self._receive_all(messages, from_nodes, now)
         self._store.poll(now)
         self._poll_folder(now)
@@ -182,7 +182,7 @@ class Coordinator:
         """Send the coordinator's heartbeat to the other nodes, if it is due.
 
         Two things may hold up the loop: a disk, and the stacks of ranks. This is called before each of them, so that
-        the two waits do not add up (`times.py`).
+        the two waits do not add up (`times.py`). It orders nothing, so a superseded coordinator may send it.
         """
         now = time.monotonic()
         # A successor must not restart a job that has failed, if this node is lost before its next heartbeat.
@@ -191,18 +191,18 @@ class Coordinator:
         if now >= self._heartbeat_due or end_not_sent:
             self._end_sent = end_is_decided
             self._heartbeat_due = now + HEARTBEAT_S
-            self._send_to_nodes(self.state)
+            self._send_to_nodes(self.coordinator_state)
 
-    def _note_checkpoints(self, messages: list[Message | ConnectionLost], now: float) -> None:
-        """Tell the state machine what the checkpoints show, which the thread has seen within the last second.
+    def _must_look(
+        self, messages: list[ToCoordinator], from_nodes: list[tuple[int, Message | ConnectionLost]], now: float
+    ) -> bool:
+        """Return whether to look at the disk now: the thread has looked within the last second, if the disk answers.
 
-        If something other than heartbeats has arrived, or a deadline has passed, look now instead.
+        A decision may follow, if anything but heartbeats has arrived or something is due; or this process was halted.
         """
-        news = any(not isinstance(message, NodeHeartbeat) for message in messages)
-        if news or self._state_machine.is_due(now):
-            self._watch.refresh()
-
-        self._state_machine.note_checkpoints(self._watch.checkpoints)
+        arrived = [*messages, *(message for _, message in from_nodes)]
+        news = any(not isinstance(message, NodeHeartbeat) for message in arrived) or self._signals
+        return bool(news) or now >= self._state_machine.next_due or now - self._watch.last_iteration_at > LATE_S
 
     def _receive_all(
         self, messages: list[ToCoordinator], from_nodes: list[tuple[int, Message | ConnectionLost]], now: float
@@ -220,7 +220,7 @@ class Coordinator:
 
         # One state for all nodes that have joined in this iteration.
         if self._newcomers:
-            self._hub.send_to_all(self._newcomers, self.state)
+            self._hub.send_to_all(self._newcomers, self.coordinator_state)
             self._newcomers.clear()
 
     def _announce_unknown_peer(self, where: str, rejection: Rejection) -> None:
@@ -343,23 +343,20 @@ class Coordinator:
                 assert_never(command)
 
     def _start_attempt(self, command: StartAttempt) -> None:
-        """Start the ranks on all nodes, which are numbered node by node."""
-        # If the disk does not answer, rank 0 looks as well, once a second.
-        self._watch.refresh()
+        """Start the ranks on all nodes."""
+        # The thread may have noticed it in the meantime. Rank 0 looks as well, once a second.
         if self._watch.superseded:
             return
 
         # If this node is lost before its next heartbeat, its successor must know the number of this attempt.
-        self._send_to_nodes(self.state)
+        self._send_to_nodes(self.coordinator_state)
 
-        world_size = sum(command.counts.values())
-        rendezvous = self._store.open(len(command.counts), world_size)
+        world_size = sum(len(ranks) for ranks in command.ranks_on.values())
+        rendezvous = self._store.open(len(command.ranks_on), world_size)
 
-        first_rank = 0
         starts: dict[int, Start] = {}
-        for group_rank, (node, count) in enumerate(command.counts.items()):
-            starts[node] = Start(command.attempt, first_rank, count, world_size, group_rank, rendezvous)
-            first_rank += count
+        for group_rank, (node, ranks) in enumerate(command.ranks_on.items()):
+            starts[node] = Start(command.attempt, ranks.start, len(ranks), world_size, group_rank, rendezvous)
 
         # This node comes last: it starts its ranks at once, on a disk that may answer slowly.
         for node in sorted(starts, key=lambda node: node == COORDINATOR):

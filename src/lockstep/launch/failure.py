@@ -7,20 +7,23 @@ error that came first and not its consequences.
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
 from lockstep.errors import ExitCode, OutOfStep, SmallerMicroBatch
-from lockstep.launch import frames, lost_peer
+from lockstep.launch import frames
 
 # The exit codes of ranks that did not fail: they have finished, or exited as they were asked to.
 CLEAN = (0, ExitCode.RESTART.value)
 
 # Who has noticed a failure: its rank, which raised an exception; the kernel, which sent a signal; or the launcher.
 Origin = Literal["exception", "signal", "launcher"]
+
+# Whether a failure only reports that another rank is gone, as exceptions of torch and aborts of NCCL do. "unread": an
+# abort whose reason the launcher cannot read, so that it may be such a report.
+LostPeer = Literal["no", "unread", "yes"]
 
 
 @dataclass(frozen=True)
@@ -71,25 +74,21 @@ class LauncherFailure(StrEnum):
     EXIT = "exit"
 
 
-# The traits of each kind of failure, by its origin. A record has only the name of an exception. Every other kind has
-# the traits that its origin usually has: an exception is an error of the program.
-TRAITS: dict[tuple[Origin, str], FailureTraits] = {
-    ("launcher", LauncherFailure.IMPORT): FailureTraits(dismisses_node=True, likely_to_repeat=True),
-    ("launcher", LauncherFailure.SETUP): FailureTraits(dismisses_node=True, likely_to_repeat=True),
-    ("launcher", LauncherFailure.HANG): FailureTraits(hangs=True),
-    ("launcher", LauncherFailure.DEADLOCK): FailureTraits(hangs=True, likely_to_repeat=True),
-    ("launcher", LauncherFailure.EXIT): FailureTraits(likely_to_repeat=True),
-    ("exception", SmallerMicroBatch.__name__): FailureTraits(asks_for_smaller_micro_batch=True),
-    ("exception", OutOfStep.__name__): FailureTraits(likely_to_repeat=True, names_other_ranks=True),
-}
-USUAL_TRAITS: dict[Origin, FailureTraits] = {
-    "launcher": FailureTraits(),
-    "signal": FailureTraits(),
-    "exception": FailureTraits(likely_to_repeat=True),
+# The traits of the failures that the launcher notices. Every other one has none, nor has a signal.
+TRAITS: dict[LauncherFailure, FailureTraits] = {
+    LauncherFailure.IMPORT: FailureTraits(dismisses_node=True, likely_to_repeat=True),
+    LauncherFailure.SETUP: FailureTraits(dismisses_node=True, likely_to_repeat=True),
+    LauncherFailure.HANG: FailureTraits(hangs=True),
+    LauncherFailure.DEADLOCK: FailureTraits(hangs=True, likely_to_repeat=True),
+    LauncherFailure.EXIT: FailureTraits(likely_to_repeat=True),
 }
 
-# The message of an abort of rank 0. It writes to the terminal, so the launcher cannot read the reason.
-ABORTED_UNREAD = "native code aborted; if it gave a reason, that is on the terminal"
+# The traits of exceptions, which their ranks record. Every other one is an error of the program.
+PROGRAM_ERROR = FailureTraits(likely_to_repeat=True)
+EXCEPTION_TRAITS: dict[type[BaseException], FailureTraits] = {
+    SmallerMicroBatch: FailureTraits(asks_for_smaller_micro_batch=True),
+    OutOfStep: FailureTraits(likely_to_repeat=True, names_other_ranks=True),
+}
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,9 @@ class Failure:
     phase: str | None = None
     log: str = ""  # the last lines that the rank wrote
     cause: str = ""  # see `UserError`
-    follows_lost_peer: bool = False  # `lost_peer.follows`
+    lost_peer: LostPeer = "no"
     origin: Origin = "exception"
+    traits: FailureTraits = FailureTraits()
     node: int | None = None  # the node that has failed: its ranks end with it
 
     @classmethod
@@ -123,15 +123,12 @@ class Failure:
         **details: Any,
     ) -> Failure:
         """Return a failure that the launcher has noticed: now, or at the time `when`. `details`: any other field."""
-        return cls(rank, host, time.time() if when is None else when, kind, message, origin="launcher", **details)
-
-    @property
-    def traits(self) -> FailureTraits:
-        """The traits of this kind of failure."""
-        return TRAITS.get((self.origin, self.kind), USUAL_TRAITS[self.origin])
+        traits = TRAITS.get(kind, FailureTraits())
+        now = time.time() if when is None else when
+        return cls(rank, host, now, kind, message, origin="launcher", traits=traits, **details)
 
     def noticed_as(self, kind: LauncherFailure) -> bool:
-        """Return whether the launcher has noticed a failure of this kind."""
+        """Return whether this is a failure of this kind, which only the launcher notices."""
         return self.origin == "launcher" and self.kind == kind
 
     def raised_as(self, error: type[BaseException]) -> bool:
@@ -144,24 +141,7 @@ class Failure:
 
         An exception of torch that only reports a lost peer does not count: the network may be to blame.
         """
-        return self.traits.likely_to_repeat and not self.reports_lost_peer
-
-    @property
-    def reports_lost_peer(self) -> bool:
-        """Whether the failure only says that another rank is gone: as an exception of torch does, or one after it."""
-        if self.origin == "exception":
-            return self.follows_lost_peer
-
-        aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
-        return aborted and lost_peer.explains_abort(self.message)
-
-    @property
-    def aborted_unread(self) -> bool:
-        """Whether the failure is an abort whose reason the launcher cannot read, which may be such a report.
-
-        NCCL aborts a rank that has lost a peer. A rank that has done its work waits for no peer.
-        """
-        return self.origin == "signal" and self.message == ABORTED_UNREAD and self.phase not in ("end", "after run")
+        return self.traits.likely_to_repeat and self.lost_peer != "yes"
 
     @property
     def headline(self) -> str:
@@ -196,13 +176,20 @@ class Failure:
 # ---- how ranks ended, and which of them failed first ----
 
 
-class CausedByPeer(IntEnum):
+class Likelihood(IntEnum):
     """How likely it is that a rank failed only because another rank is gone; the least likely comes first."""
 
-    NEVER = 0  # no exit of another rank can have led to this one
-    UNLIKELY = 1  # an error of its own, which a peer that died first may still explain
+    IMPOSSIBLE = 0  # no exit of another rank can have led to this one
+    UNLIKELY = 1  # an error or a crash of its own, which a peer that failed first may still explain
     POSSIBLE = 2  # it aborted for a reason that the launcher cannot read
     CERTAIN = 3  # torch says that a peer is gone
+
+
+LIKELIHOODS: dict[LostPeer, Likelihood] = {
+    "no": Likelihood.UNLIKELY,
+    "unread": Likelihood.POSSIBLE,
+    "yes": Likelihood.CERTAIN,
+}
 
 
 # The outcome of a save, of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
@@ -230,21 +217,18 @@ class RankExit:
         return self.failure is None and self.code == (ExitCode.RESTART if self.save_outcome else ExitCode.FINISHED)
 
     @property
-    def caused_by_peer(self) -> CausedByPeer:
-        """Whether this rank failed only because another rank is gone; UNLIKELY for a rank that has not failed."""
+    def likelihood_of_peer(self) -> Likelihood:
+        """How likely it is that another rank is to blame; UNLIKELY for a rank that has not failed."""
         failure = self.failure
         if failure is None:
-            return CausedByPeer.UNLIKELY
+            return Likelihood.UNLIKELY
 
-        # A rank that has lost its peers raises, or aborts. This one was killed by another signal, or exited without an
-        # exception, or was never forked.
-        if failure.origin == "launcher" or (failure.origin == "signal" and failure.kind != signal.SIGABRT.name):
-            return CausedByPeer.NEVER
+        # SIGKILL comes from outside, and so does the refusal of a fork. A rank that has lost its peers may crash while
+        # it cleans up, or leave with any code.
+        if failure.noticed_as(LauncherFailure.FORK) or (failure.origin == "signal" and failure.kind == "SIGKILL"):
+            return Likelihood.IMPOSSIBLE
 
-        if failure.reports_lost_peer:
-            return CausedByPeer.CERTAIN
-
-        return CausedByPeer.POSSIBLE if failure.aborted_unread else CausedByPeer.UNLIKELY
+        return LIKELIHOODS[failure.lost_peer]
 
 
 def pick_root(exits: dict[int, RankExit]) -> int | None:
@@ -254,7 +238,9 @@ def pick_root(exits: dict[int, RankExit]) -> int | None:
     process that dies leaves no record, and its peers record within milliseconds that they lost it, so time alone would
     pick one of the peers.
     """
-    failures = [(end.caused_by_peer, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None]
+    failures = [
+        (end.likelihood_of_peer, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None
+    ]
     return min(failures)[-1] if failures else None
 
 
@@ -263,7 +249,7 @@ def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure
 
     `report`: the failure of a rank that lost it.
     """
-    then = "lost its connection" if report.reports_lost_peer else "aborted"
+    then = "lost its connection" if report.lost_peer == "yes" else "aborted"
     found = f"ended with code 0 while other ranks were training: rank {report.rank} then {then}"
 
     shorter = "look for a loop that is shorter there"

@@ -139,10 +139,9 @@ class FolderWatch:
     def start(self) -> None:
         self._thread.start()
 
-    def note_iteration(self) -> float:
-        """Note that an iteration of the loop begins. Return the time."""
-        self.last_iteration_at = time.monotonic()
-        return self.last_iteration_at
+    def note_iteration(self, now: float) -> None:
+        """Note that an iteration of the loop begins."""
+        self.last_iteration_at = now
 
     def take_removed(self) -> bool:
         """Return whether the run folder was found missing or replaced since the last call."""

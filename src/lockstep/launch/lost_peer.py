@@ -24,12 +24,12 @@ _RAISED_BY_GLOO = re.compile(
 )
 
 
-def explains_abort(text: str) -> bool:
-    """Return whether a process that aborted with this text has lost a peer."""
+def reported_in(text: str) -> bool:
+    """Return whether a process that aborted with this text reports a lost peer."""
     return bool(_LOST_PEER.search(text))
 
 
-def reports_lost_peer(kind: str, text: str) -> bool:
+def reported_by_torch(kind: str, text: str) -> bool:
     """Return whether an exception is one of torch that reports a lost peer. `kind` is the name of its class."""
     raised_by_gloo = kind == "RuntimeError" and bool(_RAISED_BY_GLOO.search(text))
     return (kind in _TORCH_ERRORS or raised_by_gloo) and bool(_LOST_PEER.search(text))
@@ -43,8 +43,8 @@ def text_of(error: BaseException) -> str:
         return f"(its text is not known: __str__ raised {type(failure).__name__})"
 
 
-def follows(error: BaseException) -> bool:
-    """Return whether an exception, or one of those that led to it, only says that another rank is gone.
+def reported_by(error: BaseException) -> bool:
+    """Return whether an exception, or one of those that led to it, only reports a lost peer.
 
     A program may catch torch's exception and raise another one. Lockstep's own exceptions have worked out the cause.
     """
@@ -53,7 +53,7 @@ def follows(error: BaseException) -> bool:
         if isinstance(link, UserError | OutOfStep | SmallerMicroBatch):
             continue
 
-        if reports_lost_peer(type(link).__name__, text_of(link)):
+        if reported_by_torch(type(link).__name__, text_of(link)):
             return True
 
         # A program may have linked them in a circle, and may say which of its errors are equal.

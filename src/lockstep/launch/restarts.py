@@ -24,7 +24,7 @@ class Restarts:
     # How many restarts there were since the newest checkpoint, how many of them after a timeout was reached, and the
     # step of that checkpoint.
     in_a_row: int = 0
-    hangs: int = 0
+    timeouts_reached: int = 0
     newest_step: int | None = None
 
     def shift_clock(self, seconds: float) -> Restarts:
@@ -40,15 +40,15 @@ class Restarts:
             return
 
         if self.newest_step is None or newest_step > self.newest_step:
-            self.in_a_row = self.hangs = 0
+            self.in_a_row = self.timeouts_reached = 0
 
         self.newest_step = newest_step
 
-    def count(self, now: float, hang: bool = False) -> None:
-        """Count a restart. `hang`: after ranks have reached a timeout."""
+    def count(self, now: float, reached_timeout: bool = False) -> None:
+        """Count a restart. `reached_timeout`: ranks hang, or are slow."""
         self.times = [*within_last_hour(self.times, now), now]
         self.in_a_row += 1
-        self.hangs += hang
+        self.timeouts_reached += reached_timeout
 
     def recent(self, now: float) -> int:
         """Return how many restarts of the last hour count."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.job import PROGRAM, Job
-from lockstep.launch.wire.messages import Hello, Message, Refused, SignalReceived, ToCoordinator
+from lockstep.launch.wire.messages import Hello, Message, Refused, SettingsRead, SignalReceived, ToCoordinator
 
 # How many ranks a node may announce at most.
 MAX_RANKS = 4096
@@ -82,8 +82,8 @@ def problem_with(message: Message, node: int, attempt: Attempt | None) -> str | 
     if problem:
         return problem
 
-    # A signal is about no attempt, and a message about an earlier one is ignored anyway.
-    if attempt is None or isinstance(message, SignalReceived) or message.attempt != attempt.number:
+    # A signal and the settings are about no attempt, and a message about an earlier one is ignored anyway.
+    if attempt is None or isinstance(message, SignalReceived | SettingsRead) or message.attempt != attempt.number:
         return None
 
     strange = set(message.ranks) - set(attempt.ranks_on(node))

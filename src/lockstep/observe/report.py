@@ -47,7 +47,7 @@ MAX_METRICS = 8
 
 # The style of events that are bad news.
 # Fields that the table of events leaves out: some have a column, and others only matter to the launcher.
-NOT_IN_TABLE = ("time", "event", "step", "facts", "traceback", "for_user", "follows_lost_peer", "origin", "cause")
+NOT_IN_TABLE = ("time", "event", "step", "facts", "traceback", "for_user", "lost_peer", "origin", "cause")
 
 TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
 

@@ -32,6 +32,7 @@ class Phase:
     waits: bool = False  # the rank waits for other ranks in this phase, so it is not blamed for a hang
     saves: bool = False  # the phase saves what was trained, and must not be cut short
     before_all_reduce: bool = False  # other ranks may wait in the all-reduce until this phase ends
+    work_done: bool = False  # the rank has trained all its steps: it needs no other rank any more
     after_run: bool = False  # the run is closed: how long the program goes on is not judged
     column: str = ""  # the column in the table of slow ranks, for a phase that is part of a step; a GPU times it
 
@@ -51,8 +52,8 @@ PHASES = {
     "snapshot": Phase("files", saves=True),  # copying the state for a checkpoint: training waits
     "commit": Phase("files", saves=True),  # waiting for a checkpoint to be on disk
     "user code": Phase(column="compute"),  # a user's loop between two steps, after_step, show
-    "end": Phase(saves=True),  # report and summary
-    "after run": Phase(after_run=True),  # what the program does when the run is closed: an export, say
+    "end": Phase(saves=True, work_done=True),  # report and summary
+    "after run": Phase(work_done=True, after_run=True),  # what the program does when the run is closed: an export, say
 }
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 

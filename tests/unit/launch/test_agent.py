@@ -19,6 +19,7 @@ from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks, rank_record, zygote_client
 from lockstep.launch.ranks.post_mortem import examine
+from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
@@ -29,6 +30,7 @@ from lockstep.launch.wire.messages import (
     RanksGone,
     Rendezvous,
     SaveAndExit,
+    SettingsRead,
     Stacks,
     Start,
 )
@@ -300,6 +302,44 @@ def test_a_rank_that_is_slow_to_die_is_not_gone_and_its_zygote_is_not_to_blame(s
     assert isinstance(lost, NodeFailed)
     assert gone == RanksGone(0)
     assert agent._zygote is not first
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_nobody_asks_how_a_rank_ended_that_was_killed_here(slow_rank, monkeypatch, killed):
+    """The agent looked for the reason in its log, and the next attempt waited for that disk."""
+    agent, process = slow_rank
+    examined = []
+    monkeypatch.setattr(module, "examine", lambda *arguments: examined.append(arguments) or RankExit(0))
+    if killed:
+        agent.carry_out(Kill(0))
+    die(process)
+    exited = RankChange(0, 0, process.pid, -signal.SIGKILL)
+    monkeypatch.setattr(agent._zygote, "poll", lambda: [exited], raising=False)
+    messages = agent.poll()
+    assert len(examined) == (0 if killed else 1)
+    assert messages[-1] == (RanksGone(0) if killed else RankExited(0, 0, RankExit(0)))
+
+
+def test_a_report_about_an_earlier_attempt_is_not_about_the_rank_of_the_same_number(slow_rank, monkeypatch):
+    """A late start took the place of the rank's own process."""
+    agent, process = slow_rank
+    agent.carry_out(replace(START, attempt=1))
+    late = [RankChange(0, 0, process.pid), RankChange(0, 0, process.pid, -signal.SIGKILL)]
+    monkeypatch.setattr(agent._zygote, "poll", lambda: late, raising=False)
+    assert agent.poll() == []
+    assert agent._current.ranks[0].pid is None
+
+
+def test_the_settings_are_sent_once_in_each_attempt(slow_rank):
+    agent, _ = slow_rank
+    for attempt in range(2):
+        agent.heartbeat()
+        assert agent.poll() == []
+        (agent._current.folder / "settings.json").write_text('{"hang": {"least": 5.0}}')
+        agent.heartbeat()
+        agent.heartbeat()
+        assert agent.poll() == [SettingsRead({"hang": {"least": 5.0}})]
+        agent.carry_out(replace(START, attempt=attempt + 1))
 
 
 def test_a_rank_that_outlives_its_zygote_is_not_gone(slow_rank):

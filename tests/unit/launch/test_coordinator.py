@@ -18,7 +18,16 @@ from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.wire.messages import Hello, JobEnd, NodeHeartbeat, RankExited, Rendezvous
+from lockstep.launch.wire.messages import (
+    Hello,
+    JobEnd,
+    Kill,
+    NodeHeartbeat,
+    RankExited,
+    RanksGone,
+    Rendezvous,
+    Start,
+)
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
 from lockstep.run_folder.events import append_event
 from lockstep.run_folder.names import EVENTS
@@ -27,7 +36,7 @@ ADDRESS = "127.0.0.1:29400"
 
 
 class IdleAgent(SimpleNamespace):
-    name, nproc, secret = "host-a", Bounds(1, 1), None
+    host, nproc, secret = "host-a", Bounds(1, 1), None
     orders: list
 
     def do(self, message):
@@ -130,7 +139,7 @@ def test_a_node_starts_its_own_ranks_last(started, monkeypatch):
     sent = []
     monkeypatch.setattr(coordinator, "_send", lambda node, order: sent.append((node, order.first_rank)))
     monkeypatch.setattr(coordinator._store, "open", lambda nodes, ranks: Rendezvous("127.0.0.1", 1))
-    coordinator._carry_out(StartAttempt(0, {0: 1, 1: 1, 2: 1}))
+    coordinator._carry_out(StartAttempt(0, {node: range(node, node + 1) for node in range(3)}))
     assert sent == [(1, 1), (2, 2), (0, 0)]
 
 
@@ -267,7 +276,8 @@ def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
 
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(coordinator, "_heartbeat_due", clock[0])
-    monkeypatch.setattr(coordinator, "_note_checkpoints", lambda messages, now: hold_up("disk"))
+    monkeypatch.setattr(coordinator._watch, "refresh", lambda: hold_up("disk"))
+    monkeypatch.setattr(coordinator, "_must_look", lambda *arguments: True)
     monkeypatch.setattr(coordinator, "_send_to_nodes", lambda message: happened.append("heartbeat"))
     monkeypatch.setattr(coordinator, "_carry_out", lambda command: hold_up("stacks"))
     monkeypatch.setattr(coordinator._state_machine, "take_commands", lambda: ["collect"])
@@ -275,6 +285,24 @@ def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
     coordinator._iterate()
     coordinator._iterate()
     assert happened == ["heartbeat", "disk", "heartbeat", "stacks"] * 2
+
+
+def test_the_loop_waits_for_the_disk_once_per_iteration(started, monkeypatch):
+    """It waited up to three times for a rank that had died, and again for the next attempt."""
+    coordinator, _ = started([], nnodes=Bounds(1, 1))
+    looks, arrived, sent = [], [], []
+    monkeypatch.setattr(coordinator._watch, "refresh", lambda: looks.append(len(looks)))
+    monkeypatch.setattr(coordinator._agent, "poll", lambda: [arrived.pop()] if arrived else [], raising=False)
+    monkeypatch.setattr(coordinator, "_send", lambda node, order: sent.append(type(order)))
+    coordinator._watch.last_iteration_at -= module.LATE_S + 1
+    killed = RankExit(-9, Failure(0, "host-a", 0.0, "SIGKILL", "killed", origin="signal"))
+    for message in (None, None, RankExited(0, 0, killed), RanksGone(0), None):
+        looks.append("iteration")
+        if message is not None:
+            arrived.append(message)
+        coordinator._iterate()
+    assert [look == "iteration" for look in looks] == [True, False, True, True, False, True, False, True]
+    assert sent == [Start, Kill, Start]
 
 
 def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):

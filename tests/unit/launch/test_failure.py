@@ -9,7 +9,15 @@ import pytest
 
 from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
 from lockstep.launch import lost_peer
-from lockstep.launch.failure import CausedByPeer, Failure, LauncherFailure, RankExit, left_early, pick_root
+from lockstep.launch.failure import (
+    PROGRAM_ERROR,
+    Failure,
+    LauncherFailure,
+    Likelihood,
+    RankExit,
+    left_early,
+    pick_root,
+)
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import examine
 from lockstep.runtime.heartbeat import Heartbeat
@@ -79,6 +87,29 @@ def test_a_rank_that_aborts_beats_the_complaints_of_others(local_rank, recorded)
     assert (found.rank, found.message) == (1, "native code aborted: free(): invalid pointer")
 
 
+@pytest.mark.parametrize("code", [-signal.SIGSEGV, 1, 0])
+def test_a_crash_or_an_exit_after_an_error_of_another_rank_is_a_consequence(local_rank, recorded, code):
+    """The rank that crashed was named, and the job restarted, though its program had failed."""
+    cause = RankExit(1, recorded(0, ValueError("the real cause")))
+    found = root_failure({0: cause, 1: examine(local_rank, code, time.time() + 0.9)})
+    assert (found.rank, found.likely_to_repeat) == (0, True)
+    assert root_failure({0: cause, 1: examine(local_rank, code, time.time() - 60)}).rank == 1
+    assert root_failure({0: cause, 1: examine(local_rank, -signal.SIGKILL, time.time() + 0.9)}).rank == 1
+
+
+def test_a_crash_beats_an_earlier_complaint(local_rank, recorded):
+    """The kernel closes the connections of a process before its parent can reap it."""
+    complaint = RankExit(1, recorded(0, RuntimeError(RESET)))
+    assert root_failure({0: complaint, 1: examine(local_rank, -signal.SIGSEGV, time.time() + 1)}).rank == 1
+
+
+def test_a_class_of_the_program_is_not_one_of_ours_whatever_its_name(recorded):
+    """It would ask for 99 restarts."""
+    for name in ("SmallerMicroBatch", "OutOfStep"):
+        assert recorded(0, type(name, (Exception,), {})("mine")).traits == PROGRAM_ERROR
+    assert recorded(0, SmallerMicroBatch("too large")).traits.asks_for_smaller_micro_batch
+
+
 def test_an_exception_of_its_own_beats_an_earlier_complaint(recorded):
     complaint = RankExit(1, recorded(0, RuntimeError(RESET)))
     own = RankExit(1, recorded(1, ConnectionResetError("Connection reset by peer")))  # its own server's
@@ -111,13 +142,13 @@ CUDA_FAILED = "NCCL error: unhandled cuda error, ncclUnhandledCudaError: Call to
     ],
 )
 def test_a_timeout_of_nccl_is_a_complaint(message, lost, local_rank):
-    assert lost_peer.reports_lost_peer("DistBackendError", message) is lost
+    assert lost_peer.reported_by_torch("DistBackendError", message) is lost
 
     what = f"[PG 0 Rank 1] Process group watchdog thread terminated with exception: {message}"
     local_rank.log.write_text(
         f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}\n"
     )
-    certain = examine(local_rank, -signal.SIGABRT, WHEN).caused_by_peer is CausedByPeer.CERTAIN
+    certain = examine(local_rank, -signal.SIGABRT, WHEN).likelihood_of_peer is Likelihood.CERTAIN
     assert certain is lost
 
 
@@ -130,9 +161,9 @@ def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, 
     assert root_failure({0: aborted, 1: RankExit(1, recorded(1, RuntimeError(RESET)))}).kind == "SIGABRT"
 
     # A rank that has done its work waits for no peer.
-    assert aborted.caused_by_peer is CausedByPeer.POSSIBLE
+    assert aborted.likelihood_of_peer is Likelihood.POSSIBLE
     Heartbeat(rank_0.folder / "heartbeat-0").beat("end", 41)
-    assert examine(rank_0, -signal.SIGABRT, time.time()).caused_by_peer is CausedByPeer.UNLIKELY
+    assert examine(rank_0, -signal.SIGABRT, time.time()).likelihood_of_peer is Likelihood.UNLIKELY
 
 
 def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(local_rank, recorded):
@@ -190,7 +221,7 @@ def test_a_lost_node_has_no_rank_to_name():
 @pytest.mark.parametrize(
     ("found", "repeats"),
     [
-        (Failure(0, "h", 0.0, "ValueError", "m"), True),
+        (Failure(0, "h", 0.0, "ValueError", "m", traits=PROGRAM_ERROR), True),
         (Failure.by_launcher(LauncherFailure.EXIT, "m", 0), True),
         (Failure(0, "h", 0.0, "SIGKILL", "m", origin="signal"), False),
         (Failure.by_launcher(LauncherFailure.NODE, "m", node=0), False),
@@ -212,15 +243,15 @@ def test_an_exception_is_an_exception_whatever_its_name(name, recorded):
     mine = recorded(0, type(name, (Exception,), {})("Connection closed by peer"))
     assert mine.origin == "exception"
     assert mine.likely_to_repeat
-    assert RankExit(1, mine).caused_by_peer is CausedByPeer.UNLIKELY
-    assert not mine.reports_lost_peer
+    assert RankExit(1, mine).likelihood_of_peer is Likelihood.UNLIKELY
+    assert mine.lost_peer == "no"
     assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 
 
 def test_an_error_about_sockets_that_torch_did_not_raise_is_no_complaint(recorded):
     """A dataset that reads from a server fails in the same words; no other rank is to blame for that."""
     dataset = recorded(0, RuntimeError("shard 7: connection reset by peer"))
-    assert not dataset.reports_lost_peer
+    assert dataset.lost_peer == "no"
     lost = {1: RankExit(1, recorded(1, RuntimeError(RESET))), 0: RankExit(1, dataset)}
     assert root_failure(lost).message == "shard 7: connection reset by peer"
 
@@ -236,7 +267,7 @@ def test_a_lost_peer_is_recognised_behind_an_error_of_the_program(recorded):
     wrapped.__cause__.__context__ = in_handler.__context__ = RuntimeError(RESET)
     for error in (wrapped, in_handler):
         found = recorded(0, error)
-        assert found.reports_lost_peer
+        assert found.lost_peer == "yes"
         assert not found.likely_to_repeat
         assert found.kind == "TrainError"
 
@@ -245,13 +276,13 @@ def test_errors_that_are_linked_in_a_circle_are_no_complaint(recorded):
     error = TrainError("step 3 failed")
     error.__cause__ = ValueError("x")
     error.__cause__.__cause__ = error
-    assert not recorded(0, error).reports_lost_peer
+    assert recorded(0, error).lost_peer == "no"
 
 
 @pytest.mark.parametrize("error", [UserError("no", "", "x"), OutOfStep("no", [1]), SmallerMicroBatch("no")])
 def test_an_error_of_lockstep_is_no_complaint_whatever_led_to_it(error):
     error.__cause__ = RuntimeError(RESET)
-    assert not lost_peer.follows(error)
+    assert not lost_peer.reported_by(error)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +300,12 @@ def test_an_error_of_lockstep_is_no_complaint_whatever_led_to_it(error):
     ],
 )
 def test_what_torch_says_of_a_lost_peer(kind, message):
-    assert lost_peer.reports_lost_peer(kind, message)
+    assert lost_peer.reported_by_torch(kind, message)
 
 
 def test_a_rank_that_was_never_forked_is_the_cause():
     refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
-    lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out", follows_lost_peer=True))
-    assert refused.caused_by_peer is CausedByPeer.NEVER
+    lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out", lost_peer="yes"))
+    assert refused.likelihood_of_peer is Likelihood.IMPOSSIBLE
     assert root_failure({0: lost, 1: refused}).kind == "fork"
     assert not refused.failure.likely_to_repeat  # other processes of the machine may end

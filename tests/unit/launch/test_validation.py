@@ -20,6 +20,7 @@ from lockstep.launch.wire.messages import (
     NodeHeartbeat,
     RankExited,
     RanksGone,
+    SettingsRead,
     SignalReceived,
     Stacks,
 )
@@ -48,7 +49,8 @@ def attempt():
         RankExited(4, 0, KILLED),  # of an attempt in which it had this rank: ignored later
         Stacks.of(5, 1, {2: "", 3: ""}, {3: []}),
         Stacks.of(5, 1, {}, {3: [{"profiling_name": None}]}),  # another version of torch may write that
-        NodeHeartbeat([view(2), view(3)], {"hang": {"least": 5.0}}, 5),
+        NodeHeartbeat([view(2), view(3)], 5),
+        SettingsRead({"hang": {"least": 5.0}}),
         NodeHeartbeat(),
         SignalReceived("SIGTERM"),
         RanksGone(5),
@@ -73,9 +75,9 @@ def test_a_message_that_can_be_right(attempt, message):
         (Stacks.of(5, 1, {1: ""}, {}), r"ranks \[1\]"),
         (Stacks.of(5, 1, {}, {7: []}), r"ranks \[7\]"),
         (Stacks.of(5, 1, {}, {2: [None]}), "collectives are not entries"),
-        (NodeHeartbeat([view(0)], {}, 5), r"ranks \[0\]"),
-        (NodeHeartbeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
-        (NodeHeartbeat([], {"other": 1}, 5), "settings are not valid"),
+        (NodeHeartbeat([view(0)], 5), r"ranks \[0\]"),
+        (SettingsRead({"hang": {"least": "long"}}), "settings are not valid"),
+        (SettingsRead({"other": 1}), "settings are not valid"),
         (NodeFailed(5, LauncherFailure.EXIT, "died"), "exit is not a failure that nodes report"),
         (SignalReceived("SIGNAL"), "SIGNAL is not a signal"),
         (JobEnd(0), "JobEnd is not for the coordinator"),

@@ -19,7 +19,7 @@ from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.decisions.recovery import End, Restart, Situation, after_failure
 from lockstep.launch.decisions.state import LauncherSettings
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import PROGRAM_ERROR, Failure
 from lockstep.launch.ranks import rank_record
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.calls.chain import CallChain
@@ -242,7 +242,7 @@ def test_such_an_end_is_restarted_without_any_checkpoint_as_often_as_needed(tmp_
         situation = replace(unsaved, settings=settings, recent_restarts=20, restarts_in_a_row=20)
         assert isinstance(after_failure(failure, situation), Restart)
 
-    usual = Failure(1, "here", 0.0, "ValueError", "again")
+    usual = Failure(1, "here", 0.0, "ValueError", "again", traits=PROGRAM_ERROR)
     assert isinstance(after_failure(usual, unsaved), End)
 
 

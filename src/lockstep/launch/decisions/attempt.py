@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.recovery import AttemptFacts
-from lockstep.launch.failure import CausedByPeer, Failure, RankExit, SaveOutcome, left_early, pick_root
+from lockstep.launch.failure import Failure, Likelihood, RankExit, SaveOutcome, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -30,7 +31,7 @@ class Attempt:
         self.counts = counts
         self._hosts = hosts
 
-        # All ranks, and those of each node: they are numbered node by node.
+        # All ranks, and those of each node: they are numbered here, node by node.
         self._ranks_on: dict[int, range] = {}
         world_size = 0
         for node, count in counts.items():
@@ -64,6 +65,11 @@ class Attempt:
     def all_exited(self) -> bool:
         return len(self.exits) == len(self.ranks)
 
+    @property
+    def start_command(self) -> StartAttempt:
+        """The command that starts the ranks on all nodes."""
+        return StartAttempt(self.number, dict(self._ranks_on))
+
     def ranks_on(self, node: int) -> range:
         """Return the ranks of a node; none for a node that is not part of this attempt."""
         return self._ranks_on.get(node, range(0))
@@ -80,7 +86,7 @@ class Attempt:
     @property
     def any_died_by_itself(self) -> bool:
         """Whether some rank has died for a reason that no other rank can have caused."""
-        return any(rank_exit.caused_by_peer is CausedByPeer.NEVER for rank_exit in self.exits.values())
+        return any(rank_exit.likelihood_of_peer is Likelihood.IMPOSSIBLE for rank_exit in self.exits.values())
 
     @property
     def finished(self) -> list[int]:
@@ -121,7 +127,7 @@ class Attempt:
             failure = self._located(failure)
 
         # Ranks only report a lost peer: that peer is a rank that ended too early.
-        if self.exits[root].caused_by_peer >= CausedByPeer.POSSIBLE and self.finished:
+        if self.exits[root].likelihood_of_peer >= Likelihood.POSSIBLE and self.finished:
             rank = self.finished[0]
             return left_early(rank, self.host_of(rank), failure, self.exits[rank].exit_line)
 

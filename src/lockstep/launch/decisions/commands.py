@@ -25,10 +25,10 @@ SUMMARIES = {
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Start a new attempt: `counts` maps each node to its number of ranks, which are numbered in this order."""
+    """Start a new attempt, with these ranks on each node."""
 
     attempt: int
-    counts: dict[int, int]
+    ranks_on: dict[int, range]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Outbox:
         self.put(Announce("\n".join(lines)))
 
         # Events hold no log lines: the log itself stays in the run's folder.
-        fields = {name: value for name, value in vars(failure).items() if name != "log"}
+        fields = {name: value for name, value in vars(failure).items() if name not in ("log", "traits")}
         self.record_event("failure", attempt=attempt, **fields)
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.failure_handler import FailureHandler
+from lockstep.launch.decisions.attempt_end import AttemptEnd
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
@@ -34,9 +34,9 @@ class StackRequest:
 class HangCheck:
     """Asks the watchdog of the current attempt, collects the stacks that it needs, and acts on its verdict."""
 
-    def __init__(self, state: JobState, failure_handler: FailureHandler):
+    def __init__(self, state: JobState, attempt_end: AttemptEnd):
         self._state = state
-        self._failure_handler = failure_handler
+        self._attempt_end = attempt_end
 
         # How many requests for stacks were made, and the last one until it is judged.
         self._requests = 0
@@ -51,17 +51,11 @@ class HangCheck:
         if attempt is None:
             return
 
-        # Ranks that were asked to save before any of them has ended a step may still compile for long.
-        if state.status is JobStatus.SAVE_AND_EXIT and attempt.watchdog.nothing_to_save(attempt.running_ranks):
-            self._failure_handler.follow_request(now)
-            self._failure_handler.order_kill(now)
-            return
-
         # Ranks that save exit together: the first one to exit sets the time that the others have.
         if self._pending is not None or attempt.save_outcome:
             return
 
-        suspicion = attempt.watchdog.look(attempt.running_ranks, now, state.restarts.hangs)
+        suspicion = attempt.watchdog.look(attempt.running_ranks, now, state.restarts.timeouts_reached)
         if suspicion is not None:
             self._request_stacks(attempt, suspicion, now)
 
@@ -87,13 +81,14 @@ class HangCheck:
 
         return request
 
-    def is_due(self, now: float) -> bool:
-        """Return whether the wait for stacks is over: all nodes have answered, or are lost, or took too long."""
+    @property
+    def due(self) -> float:
+        """When the wait for stacks is over: at once if all nodes have answered or are lost; infinite without a wait."""
         pending = self._pending
         if pending is None:
-            return False
+            return math.inf
 
-        return now >= pending.deadline or not pending.awaited & self._state.nodes.joined.keys()
+        return pending.deadline if pending.awaited & self._state.nodes.joined.keys() else -math.inf
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Add the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
@@ -106,7 +101,7 @@ class HangCheck:
             pending.answers.stacks |= message.stack_of
             pending.answers.collectives |= message.collectives_of
             pending.awaited.discard(node)
-            if self.is_due(now):
+            if now >= self.due:
                 self.judge(now)
 
     # ---- what follows ----
@@ -122,7 +117,6 @@ class HangCheck:
 
         # `judge` has the ranks killed, at the deadline of the request at the latest.
         request.kills_anyway = True
-        self._state.deadline = math.inf
 
     def judge(self, now: float) -> None:
         """Judge the hang by the stacks that have arrived."""
@@ -132,7 +126,7 @@ class HangCheck:
         self._stack_request = None
 
         if pending.kills_anyway:
-            self._failure_handler.handle(self._grace_exceeded(attempt, pending.answers), now)
+            self._attempt_end.follow_failure(self._grace_exceeded(attempt, pending.answers), now)
             return
 
         # Since the request, a rank may have saved and exited.
@@ -148,7 +142,7 @@ class HangCheck:
         # Slow work may reach a timeout as well. It is no deadlock, and no rank of it is suspended or gone.
         if failure is not None:
             timed_out = failure.noticed_as(LauncherFailure.HANG) and suspicion.kind == "timeout"
-            self._failure_handler.handle(failure, now, reached_timeout=timed_out)
+            self._attempt_end.follow_failure(failure, now, reached_timeout=timed_out)
             return
 
         # Long before a timeout is reached, the screen says where the ranks are.

@@ -105,12 +105,13 @@ class JobNodes:
         if not self.missing:
             self._enough_since = now
 
-    def ready(self, now: float) -> bool:
-        """Return whether an attempt can start: the job is full, or large enough and has waited for more nodes."""
+    @property
+    def ready_at(self) -> float:
+        """When an attempt can start: at once if the job is full, or when it is large enough and has waited for more."""
         if self.full or self.missing:
-            return self.full
+            return -math.inf if self.full else math.inf
 
-        return now - self._changed >= SETTLE_S or now - self._enough_since >= MOST_SETTLE_S
+        return min(self._changed + SETTLE_S, self._enough_since + MOST_SETTLE_S)
 
     def longest_silence(self, numbers: Iterable[int], now: float) -> float:
         """Return for how long the quietest of these nodes has sent no heartbeat. A node without one does not count."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from lockstep.errors import plural
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.commands import StartAttempt
-from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
+from lockstep.launch.decisions.recovery import (
+    AttemptFacts,
+    End,
+    EndPreempted,
+    Restart,
+    Situation,
+    if_none_can_start,
+)
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
@@ -38,16 +46,26 @@ class NextAttempt:
     def wait_for_nodes(self, now: float) -> None:
         """Enter JOIN after an attempt: end the job if that is decided, or start the next one.
 
-        If more nodes may join, the next attempt starts a little later (`JobNodes.ready`).
+        If more nodes may join, the next attempt starts a little later (`JobNodes.ready_at`).
         """
         self._state.enter(JobStatus.JOIN, now + JOIN_S)
         self._state.nodes.begin_to_settle(now)
-        self._end_or_start(now)
+        self._end_or_start_if_due(now)
+        self.end_if_too_few(now)
+
+    @property
+    def due(self) -> float:
+        """When the next attempt starts, or the job ends, if nothing happens before; infinite if ranks run."""
+        if self._state.status is not JobStatus.JOIN:
+            return math.inf
+
+        # At the deadline the job no longer waits for more nodes than it needs.
+        ends = isinstance(self._state.decided, End | EndPreempted)
+        return max(self._not_before, -math.inf if ends else min(self._state.nodes.ready_at, self._state.deadline))
 
     def tick(self, now: float) -> None:
         """Let time pass in JOIN."""
-        if now >= self._not_before:
-            self._end_or_start(now)
+        self._end_or_start_if_due(now)
 
         # The job may have started or ended.
         missing = self._state.nodes.missing
@@ -71,11 +89,27 @@ class NextAttempt:
 
     # ---- the end of the job ----
 
-    def end_if_decided(self) -> bool:
+    def end_if_too_few(self, now: float) -> None:
+        """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
+        shortage = self._shortage
+        if self._state.status is JobStatus.JOIN and shortage:
+            self.end_without_attempt(shortage, now)
+
+    def end_without_attempt(self, problem: str, now: float) -> None:
+        """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
+        state = self._state
+        if not isinstance(state.decided, End | EndPreempted):
+            state.decided = if_none_can_start(problem, self.situation(now))
+            again = "started" if state.last_attempt_number is None else "restarted"
+            state.outbox.announce(f"not {again}: {problem}. {state.how_to_resume}")
+
+        self._end_if_decided()
+
+    def _end_if_decided(self) -> bool:
         """End the job if that was decided before the ranks were gone. Return whether it was."""
         match self._state.decided:
-            case End(result=result):
-                self._state.end(result)
+            case End(ending=ending):
+                self._state.end(ending)
                 return True
 
             case EndPreempted():
@@ -85,17 +119,45 @@ class NextAttempt:
             case _:
                 return False
 
+    # ---- whether an attempt can follow ----
+
+    def situation(self, now: float) -> Situation:
+        """Return the facts on which a decision depends."""
+        state, attempt = self._state, self._state.attempt
+        newest_step = state.checkpoints.newest_step
+
+        return Situation(
+            settings=state.settings,
+            newest_step=newest_step,
+            attempt=attempt.facts(newest_step) if attempt is not None else AttemptFacts(),
+            recent_restarts=state.restarts.recent(now),
+            restarts_in_a_row=state.restarts.in_a_row,
+            shortage=self._shortage,
+            preempt_signal=self._save_requests.signal,
+            first_after_resize=self._save_requests.first_after_resize,
+        )
+
+    @property
+    def _shortage(self) -> str | None:
+        """How many nodes are missing for another attempt, in words; None if there are enough."""
+        # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
+        return self._state.nodes.shortage if self._state.attempt is not None else None
+
     # ---- the start of an attempt ----
 
-    def _end_or_start(self, now: float) -> None:
+    def _end_or_start_if_due(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
-        if self.end_if_decided():
+        if now < self.due or self._end_if_decided():
             return
 
-        # At the deadline the job no longer waits for more nodes than it needs.
-        state = self._state
-        if state.nodes.ready(now) or (now >= state.deadline and not state.nodes.missing):
+        # The wait is over: for more nodes than the job needs, or for those that it needs.
+        nodes = self._state.nodes
+        if not nodes.missing:
             self._start(now)
+            return
+
+        came = f"only {plural(len(nodes.joined), 'node')} came within {JOIN_S:.0f} s"
+        self.end_without_attempt(f"{came}, and {nodes.bounds.least} are needed", now)
 
     def _start(self, now: float) -> None:
         """Start an attempt with the nodes that are there, in the order of their numbers."""
@@ -118,4 +180,4 @@ class NextAttempt:
             state.outbox.record_event("restart", attempt=number, ranks=nodes.world_size, step=attempt.started_from)
 
         state.decided = None
-        state.outbox.put(StartAttempt(number, counts))
+        state.outbox.put(attempt.start_command)

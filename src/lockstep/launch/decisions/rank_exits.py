@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.failure_handler import FailureHandler
+from lockstep.launch.decisions.attempt_end import AttemptEnd
+from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import JobStatus
-from lockstep.launch.failure import CausedByPeer
-from lockstep.launch.times import LATE_S, OTHER_SAVES_S
+from lockstep.launch.failure import Likelihood
+from lockstep.launch.times import LATE_S
 from lockstep.launch.wire.messages import JobEnd, RankExited
 
 # After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
 # that is longer: a large process takes a while to die.
 ROOT_WAIT_S = {
-    CausedByPeer.NEVER: 0.0,
-    CausedByPeer.UNLIKELY: 1.0,
-    CausedByPeer.POSSIBLE: 5.0,
-    CausedByPeer.CERTAIN: 5.0,
+    Likelihood.IMPOSSIBLE: 0.0,
+    Likelihood.UNLIKELY: 1.0,
+    Likelihood.POSSIBLE: 5.0,
+    Likelihood.CERTAIN: 5.0,
 }
 
 # After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
@@ -29,10 +31,13 @@ COMMIT_S = 3.0
 class RankExits:
     """Notes how ranks exit. Before it acts on a failure, it waits for exits that may show an earlier one."""
 
-    def __init__(self, state: JobState, save_requests: SaveRequests, failure_handler: FailureHandler):
+    def __init__(
+        self, state: JobState, save_requests: SaveRequests, next_attempt: NextAttempt, attempt_end: AttemptEnd
+    ):
         self._state = state
         self._save_requests = save_requests
-        self._failure_handler = failure_handler
+        self._next_attempt = next_attempt
+        self._attempt_end = attempt_end
 
     def note(self, message: RankExited, now: float) -> None:
         """A rank has exited. A failure is handled at once, unless the exit of another rank may have come first."""
@@ -46,19 +51,20 @@ class RankExits:
 
         # The exit of a rank that failed earlier must arrive within this time.
         if not rank_exit.clean:
-            attempt.root_failure_at = min(attempt.root_failure_at, now + ROOT_WAIT_S[rank_exit.caused_by_peer])
+            attempt.root_failure_at = min(attempt.root_failure_at, now + ROOT_WAIT_S[rank_exit.likelihood_of_peer])
         elif rank_exit.save_outcome:
-            self._wait_for_other_saves(now)
+            self._save_requests.rank_exited_as_asked(now)
 
         if attempt.all_exited:
             self._all_exited(attempt, now)
-        elif self.root_failure_is_due(now):
+        elif now >= self.due:
             self.handle_root_failure(now)
 
-    def root_failure_is_due(self, now: float) -> bool:
-        """Return whether a rank has failed, and the wait for the exit of an earlier failure is over."""
+    @property
+    def due(self) -> float:
+        """When the wait for the exit of an earlier failure is over; infinite if no rank has failed."""
         attempt = self._state.active_attempt
-        return attempt is not None and now >= attempt.root_failure_at
+        return math.inf if attempt is None else attempt.root_failure_at
 
     def handle_root_failure(self, now: float) -> None:
         """Handle the failure of the rank that failed first, or wait: `tick` calls this again."""
@@ -66,7 +72,7 @@ class RankExits:
         assert attempt is not None
 
         if not self._node_may_be_lost(attempt, now) and not self._commit_is_near(attempt, now):
-            self._failure_handler.handle(attempt.root_failure(), now)
+            self._attempt_end.follow_failure(attempt.root_failure(), now)
 
     def _node_may_be_lost(self, attempt: Attempt, now: float) -> bool:
         """Return whether a node has gone quiet, whose loss may have caused the exception of a rank.
@@ -84,20 +90,11 @@ class RankExits:
         commits = 0 in attempt.running_ranks and self._state.checkpoints.commit_is_near(len(attempt.ranks))
         return commits and now < attempt.root_failure_at + COMMIT_S
 
-    def _wait_for_other_saves(self, now: float) -> None:
-        """Wait for the other ranks, after one has saved and exited."""
-        if self._state.status is not JobStatus.SAVE_AND_EXIT:
-            self._save_requests.ranks_were_signalled(now)
-
-        # Ranks that save exit together, unless the signal came before the process group existed: then the rest
-        # never will.
-        self._state.deadline = min(self._state.deadline, now + OTHER_SAVES_S)
-
     def _all_exited(self, attempt: Attempt, now: float) -> None:
         """End the job, or begin the next attempt: after a resize, or with a new node."""
         # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
-            self._failure_handler.handle(attempt.root_failure(), now)
+            self._attempt_end.follow_failure(attempt.root_failure(), now)
             return
 
         # The ranks were not asked to save: they have finished.
@@ -110,5 +107,5 @@ class RankExits:
             lost = f"the save of step {step} failed"
             self._state.outbox.announce(f"{lost}; the job can only continue from {self._state.where_to_resume}")
 
-        self._failure_handler.follow_request(now)
-        self._failure_handler.continue_without_ranks(now)
+        self._attempt_end.follow_request(now)
+        self._next_attempt.wait_for_nodes(now)

@@ -8,7 +8,7 @@ All rules by which a job loses a node, restarts or ends are here, in functions o
     after_second_ctrl_c    how the job ends when its user does not wait for that
     if_none_can_start      how the job ends when no rank runs, and no attempt can follow
 
-`FailureHandler` carries out what they return.
+`AttemptEnd` and `NextAttempt` carry out what they return.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EndPreempted:
 class End:
     """The job ends. `reason`: why it is not restarted."""
 
-    result: JobEnd
+    ending: JobEnd
     reason: str
 
 

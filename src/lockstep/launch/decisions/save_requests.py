@@ -8,6 +8,7 @@ from lockstep.errors import Preempted, plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
+from lockstep.launch.times import OTHER_SAVES_S
 from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
 
 
@@ -128,11 +129,25 @@ class SaveRequests:
         assert attempt is not None, "there are ranks to ask"
         self._state.order(SaveAndExit(attempt.number, self.signal))
 
-    def ranks_were_signalled(self, now: float) -> None:
-        """Note that the scheduler has signalled the ranks directly, bypassing the launcher."""
-        # They do not say which signal it was.
-        self.signal = "SIGTERM"
-        self._await_exits(now)
+    def rank_exited_as_asked(self, now: float) -> None:
+        """A rank has saved and exited, so the others must follow soon. If it was not asked here, the job ends."""
+        # The scheduler has signalled the ranks directly, bypassing the launcher. They do not say which signal it was.
+        if self._state.status is not JobStatus.SAVE_AND_EXIT:
+            self.signal = "SIGTERM"
+            self._await_exits(now)
+
+        # Ranks that save exit together, unless the signal came before the process group existed: then the rest
+        # never will.
+        self._state.shorten_deadline(now + OTHER_SAVES_S)
+
+    @property
+    def nothing_to_save(self) -> bool:
+        """Whether the ranks were asked to save before any of them has ended a step: they may still compile for long."""
+        state, attempt = self._state, self._state.healthy_attempt
+        if state.status is not JobStatus.SAVE_AND_EXIT or attempt is None:
+            return False
+
+        return attempt.watchdog.nothing_to_save(attempt.running_ranks)
 
     def _await_exits(self, now: float) -> None:
         """Wait for the ranks to save and exit."""

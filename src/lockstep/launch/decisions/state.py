@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import NodeNews, Outbox
@@ -41,19 +40,15 @@ class JobState:
         self.outbox = Outbox(job.run_dir / LOGS)
         self.node_news = NodeNews(self.outbox)
 
-        # How long the status may last: `JobStateMachine._deadline_passed` says what follows. RUN, which the watchdog
-        # covers, has no deadline, nor has OVER.
+        # How long the status may last. RUN, which the watchdog covers, has no deadline, nor has OVER.
         self.status = JobStatus.JOIN
         self.deadline = now + JOIN_S
 
-        # The decision about what follows when all ranks are gone: `FailureHandler` sets it, `NextAttempt` carries it
+        # The decision about what follows when all ranks are gone: `AttemptEnd` sets it, `NextAttempt` carries it
         # out. None before the first attempt, and while nothing has happened.
         self.decided: Decision | None = None
         if inherited.ending:
             self.decided = End(inherited.ending, "that was decided before the coordinator was lost")
-
-        # In KILL, the nodes that have not reported yet that their ranks are gone.
-        self.awaiting_ranks_gone: set[int] = set()
 
     @property
     def decided_end(self) -> End | None:
@@ -65,17 +60,28 @@ class JobState:
         self.checkpoints = checkpoints
         self.restarts.note_checkpoint(checkpoints.newest_step)
 
-    def enter(self, status: JobStatus, deadline: float = math.inf, awaiting_ranks_gone: Iterable[int] = ()) -> None:
-        """Change the status, which may last until `deadline`. `awaiting_ranks_gone` are nodes, for KILL."""
+    def enter(self, status: JobStatus, deadline: float = math.inf) -> None:
+        """Change the status, which may last until `deadline`."""
         assert status in TRANSITIONS[self.status], f"{status.name} cannot follow {self.status.name}"
         self.status = status
         self.deadline = deadline
-        self.awaiting_ranks_gone = set(awaiting_ranks_gone)
 
-    def end(self, result: JobEnd) -> None:
+    def shorten_deadline(self, deadline: float) -> None:
+        """Let the status last until then at most."""
+        self.deadline = min(self.deadline, deadline)
+
+    def take_deadline(self, now: float) -> bool:
+        """Return whether the deadline has passed. It is acted on once."""
+        if now < self.deadline:
+            return False
+
+        self.deadline = math.inf
+        return True
+
+    def end(self, ending: JobEnd) -> None:
         """End the job."""
         self.enter(JobStatus.OVER)
-        self.outbox.put(result)
+        self.outbox.put(ending)
 
     # ---- the attempt ----
 

@@ -7,24 +7,28 @@ them are killed, and a new attempt resumes from the newest checkpoint, unless th
 `status.py` has a table of what may follow each status of the job. What happens is noted in the
 `JobState`, and each part of the state machine looks after the job while it has some status:
 
-    NextAttempt       JOIN: waits for nodes, starts the next attempt, or ends the job
-    HangCheck         RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for
-    SaveRequests      SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node
-    RankExits         RUN, SAVE_AND_EXIT: waits for the exit of the rank that failed first, or for all of them
-    FailureHandler    KILL: asks `recovery.py` what follows a failure, and has all ranks killed
+    NextAttempt     JOIN: waits for nodes, starts the next attempt, or ends the job
+    HangCheck       RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for
+    SaveRequests    SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node
+    RankExits       RUN, SAVE_AND_EXIT: waits for the exit of the rank that failed first, or for all of them
+    AttemptEnd      RUN, SAVE_AND_EXIT: asks `recovery.py` what follows a failure or a request, and announces it
+    KillOrder       KILL: has all ranks killed, and waits until they are gone
 
 A node that takes over from a lost coordinator begins in JOIN, with the last `CoordinatorState` that it received.
 """
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
 
 from lockstep.errors import plural
+from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.decisions.attempt_end import AttemptEnd
 from lockstep.launch.decisions.commands import Command
-from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
 from lockstep.launch.decisions.job_nodes import Node
+from lockstep.launch.decisions.kill_order import KillOrder
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
 from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
@@ -33,13 +37,14 @@ from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Job, LauncherSettings
-from lockstep.launch.times import FENCE_S, JOIN_S, NODES_KILL_S, START_S
+from lockstep.launch.times import FENCE_S, NODES_KILL_S, START_S
 from lockstep.launch.wire.messages import (
     CoordinatorState,
     NodeFailed,
     NodeHeartbeat,
     RankExited,
     RanksGone,
+    SettingsRead,
     SignalReceived,
     Stacks,
     ToCoordinator,
@@ -64,13 +69,14 @@ class JobStateMachine:
         self._state = JobState(job, checkpoints, now, last)
         self._save_requests = SaveRequests(self._state, last.preempt_signal)
         self._next_attempt = NextAttempt(self._state, self._save_requests, now, not_before)
-        self._failure_handler = FailureHandler(self._state, self._save_requests, self._next_attempt)
-        self._rank_exits = RankExits(self._state, self._save_requests, self._failure_handler)
-        self._hang_check = HangCheck(self._state, self._failure_handler)
+        self._kill_order = KillOrder(self._state, self._next_attempt)
+        self._attempt_end = AttemptEnd(self._state, self._save_requests, self._next_attempt, self._kill_order)
+        self._rank_exits = RankExits(self._state, self._save_requests, self._next_attempt, self._attempt_end)
+        self._hang_check = HangCheck(self._state, self._attempt_end)
 
         # A job that was asked to save and exit ends, also after a takeover.
         if last.preempt_signal:
-            self._failure_handler.follow_request(now)
+            self._attempt_end.follow_request(now)
 
     def take_commands(self) -> list[Command]:
         """Return the commands that were issued since the last call, oldest first."""
@@ -86,7 +92,7 @@ class JobStateMachine:
             dismissals=state.dismissals,
             settings=state.settings.model_dump(),
             preempt_signal=self._save_requests.signal,
-            ending=state.decided_end.result if state.decided_end is not None else None,
+            ending=state.decided_end.ending if state.decided_end is not None else None,
             clock=now,
         )
 
@@ -99,19 +105,20 @@ class JobStateMachine:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
         self._state.note_checkpoints(checkpoints)
 
-    def is_due(self, now: float) -> bool:
-        """Return whether `tick` would act on something that did not come in time: nodes, exits of ranks, stacks."""
-        if now >= self._state.deadline or self._late_nodes(now):
-            return True
+    @property
+    def next_due(self) -> float:
+        """When `tick` acts, if nothing happens before: on nodes, exits of ranks or stacks that did not come in time."""
+        deadline, starts = self._state.deadline, self._starts_due
+        return min(deadline, starts, self._next_attempt.due, self._rank_exits.due, self._hang_check.due)
 
-        return self._rank_exits.root_failure_is_due(now) or self._hang_check.is_due(now)
-
-    def _late_nodes(self, now: float) -> list[int]:
-        """Return the nodes that did not start their ranks in time."""
+    @property
+    def _starts_due(self) -> float:
+        """When all nodes must have confirmed that they start their ranks; infinite if they have."""
         attempt = self._state.active_attempt
-        if attempt is None or now <= attempt.confirm_by:
-            return []
+        return attempt.confirm_by if attempt is not None and self._awaited_starts(attempt) else math.inf
 
+    def _awaited_starts(self, attempt: Attempt) -> list[int]:
+        """Return the nodes that have not confirmed it."""
         return sorted(attempt.awaiting_start & self._state.nodes.joined.keys())
 
     def receive(self, node: int, message: ToCoordinator, now: float) -> None:
@@ -127,6 +134,8 @@ class JobStateMachine:
                 self._hang_check.add_stacks(node, message, now)
             case NodeHeartbeat():
                 self.heartbeat_received(node, message, now)
+            case SettingsRead():
+                self.settings_read(LauncherSettings(**message.settings))
             case SignalReceived():
                 self.preempt_requested(message.signal, now, node)
             case _:
@@ -160,21 +169,21 @@ class JobStateMachine:
         """
         nodes = self._state.nodes
         if number in nodes.joined and self._state.status is not JobStatus.OVER:
-            self._failure_handler.handle(nodes.loss_of(number, why), now)
+            self._attempt_end.follow_failure(nodes.loss_of(number, why), now)
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self._state.last_attempt_number is None:
-            self._failure_handler.announce_failure(failure)
+            self._attempt_end.announce_failure(failure)
             return
 
         # The job had failed, or was asked to exit, and its ranks are gone by now: `NextAttempt` ends it.
         decided = self._state.decided
         if isinstance(decided, End | EndPreempted):
-            self._failure_handler.announce_failure(failure, f"not restarted: {decided.reason}")
+            self._attempt_end.announce_failure(failure, f"not restarted: {decided.reason}")
             return
 
-        self._failure_handler.handle(failure, now)
+        self._attempt_end.follow_failure(failure, now)
         if isinstance(self._state.decided, Restart):
             self._next_attempt.announce_missing(now)
 
@@ -182,9 +191,8 @@ class JobStateMachine:
 
     def ranks_gone(self, node: int, attempt: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
-        if attempt == self._state.last_attempt_number and self._state.status is JobStatus.KILL:
-            self._state.awaiting_ranks_gone.discard(node)
-            self._failure_handler.continue_if_gone(now)
+        if attempt == self._state.last_attempt_number:
+            self._kill_order.node_gone(node, now)
 
     def node_failed(self, node: int, message: NodeFailed, now: float) -> None:
         """A node has lost its ranks, or cannot start any. A zygote that dies between two attempts is replaced."""
@@ -196,12 +204,12 @@ class JobStateMachine:
         if message.what is LauncherFailure.IMPORT or state.has_running(message.attempt):
             host = state.nodes.joined[node].host
             failure = Failure.by_launcher(message.what, message.why, host=host, node=node, for_user=message.for_user)
-            self._failure_handler.handle(failure, now)
+            self._attempt_end.follow_failure(failure, now)
 
     # ---- heartbeats and hangs ----
 
     def heartbeat_received(self, node: int, beat: NodeHeartbeat, now: float) -> None:
-        """A node has sent its heartbeat: the views of its ranks and, from the node of rank 0, the settings."""
+        """A node has sent its heartbeat, with the views of its ranks."""
         self._state.nodes.last_heartbeats[node] = now
 
         # A late beat of the previous attempt shows ranks that are dead.
@@ -210,15 +218,19 @@ class JobStateMachine:
             attempt.awaiting_start.discard(node)
             attempt.watchdog.note_views(node, beat.views)
 
-        # All attempts have the same settings.
-        if beat.settings:
-            self._state.settings = LauncherSettings(**beat.settings)
-            if attempt is not None:
-                attempt.watchdog.configure(self._state.settings.hang)
+    def settings_read(self, settings: LauncherSettings) -> None:
+        """Rank 0 has read the settings of the task. All attempts have the same."""
+        self._state.settings = settings
+        if self._state.attempt is not None:
+            self._state.attempt.watchdog.configure(settings.hang)
 
     def check_for_hangs(self, now: float) -> None:
-        """Look for ranks that stall; called about once a second."""
-        self._hang_check.check(now)
+        """Look for ranks that stall; called about once a second. Ranks that have nothing to save are killed at once."""
+        if self._save_requests.nothing_to_save:
+            self._attempt_end.follow_request(now)
+            self._kill_order.give(now)
+        else:
+            self._hang_check.check(now)
 
     # ---- requests to save and exit ----
 
@@ -230,7 +242,7 @@ class JobStateMachine:
         match state.status:
             case JobStatus.RUN | JobStatus.SAVE_AND_EXIT if at_once:
                 state.outbox.announce("second Ctrl-C: killing the ranks")
-                self._failure_handler.end_at_once(now)
+                self._attempt_end.end_at_once(now)
 
             case JobStatus.RUN:
                 ranks = plural(len(state.attempt.ranks) if state.attempt is not None else 0, "rank")
@@ -239,7 +251,7 @@ class JobStateMachine:
                 self._save_requests.ask_ranks(now)
 
             case JobStatus.JOIN | JobStatus.KILL:
-                self._failure_handler.follow_request(now)
+                self._attempt_end.follow_request(now)
 
             case JobStatus.SAVE_AND_EXIT | JobStatus.OVER:
                 pass  # the ranks save already, and what follows depends on how they end
@@ -260,47 +272,37 @@ class JobStateMachine:
             self._next_attempt.tick(now)
 
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
-        for node in self._late_nodes(now):
-            self.node_lost(node, f"it did not start its ranks within {START_S:.0f} s", now)
+        if state.attempt is not None and now >= self._starts_due:
+            for node in self._awaited_starts(state.attempt):
+                self.node_lost(node, f"it did not start its ranks within {START_S:.0f} s", now)
 
         # A rank that has failed explains everything else, so nothing else is looked at, even while `RankExits` waits
         # for an earlier failure.
-        if self._rank_exits.root_failure_is_due(now):
+        if now >= self._rank_exits.due:
             self._rank_exits.handle_root_failure(now)
             return
 
         # Then the stacks of ranks that stall. They come before the deadline, which may be what they were collected for.
-        if self._hang_check.is_due(now):
+        if now >= self._hang_check.due:
             self._hang_check.judge(now)
             return
 
-        if now >= state.deadline:
+        if state.take_deadline(now):
             self._deadline_passed(now)
 
     def _deadline_passed(self, now: float) -> None:
         """Act on the deadline of the current status."""
         state, attempt = self._state, self._state.attempt
         match state.status:
-            case JobStatus.JOIN:
-                came = f"only {plural(len(state.nodes.joined), 'node')} came within {JOIN_S:.0f} s"
-                problem = f"{came}, and {state.nodes.bounds.least} are needed"
-                self._failure_handler.end_without_attempt(problem, now)
-
             case JobStatus.SAVE_AND_EXIT if attempt is not None and attempt.has_failed:
-                self._failure_handler.handle(attempt.root_failure(), now)
+                self._attempt_end.follow_failure(attempt.root_failure(), now)
 
             case JobStatus.SAVE_AND_EXIT:
                 self._hang_check.grace_is_over(now)
 
-            case JobStatus.KILL if COORDINATOR in state.awaiting_ranks_gone:
-                # They still hold the run folder.
-                problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
-                self._failure_handler.end_without_attempt(problem, now)
-
             case JobStatus.KILL:
-                # Continue without the other nodes that could not kill their ranks.
-                for node in sorted(state.awaiting_ranks_gone):
+                for node in self._kill_order.deadline_passed(now):
                     self.node_lost(node, f"its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
-            case JobStatus.RUN | JobStatus.OVER:
-                pass  # neither has a deadline
+            case JobStatus.JOIN | JobStatus.RUN | JobStatus.OVER:
+                pass  # `NextAttempt` has acted on that of JOIN, and the others have none

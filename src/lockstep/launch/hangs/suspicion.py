@@ -37,7 +37,7 @@ HALTED_S = 3.0
 # checkpoint. Otherwise slow work that is taken for a hang would end every attempt at the same step.
 RAISE_FACTOR = 4.0
 
-# More hangs raise no timeout any further: `hang.first` limits all of them long before, and a float would overflow.
+# More of them raise no timeout any further: `hang.first` limits all of them long before, and a float would overflow.
 MAX_RAISES = 10
 
 
@@ -95,9 +95,9 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
 
 
 # Why the stacks of all ranks are collected. "halted": a process is halted. "timeout": every rank has reached its
-# timeout. "stall": no rank has advanced for a while, and the job fails only if the stacks prove a deadlock. "grace":
-# ranks that were asked to save and exit have exceeded the time that they had.
-SuspicionKind = Literal["halted", "timeout", "stall", "grace"]
+# timeout. "stall": no rank has advanced for a while, and the job fails only if the stacks prove a deadlock. "grace
+# exceeded": ranks that were asked to save and exit did not do so in time.
+SuspicionKind = Literal["halted", "timeout", "stall", "grace exceeded"]
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ class Suspicion:
         return any(self.views[rank].halted for rank in self.awaited)
 
 
-def suspect(views: list[RankView], config: HangConfig, hangs: int = 0) -> Suspicion | None:
+def suspect(views: list[RankView], config: HangConfig, timeouts_reached: int = 0) -> Suspicion | None:
     """Return a suspicion if the job as a whole stalls. `views` are all ranks of the job, on all nodes.
 
-    `hangs`: how many attempts have reached a timeout since the newest checkpoint. Timeouts are longer then.
+    `timeouts_reached`: how many attempts have reached one since the newest checkpoint. Timeouts are longer then.
     """
     # After its run a rank's process may go on for any time, or be gone.
     working = [view for view in views if not view.phase_info.after_run]
@@ -140,7 +140,7 @@ def suspect(views: list[RankView], config: HangConfig, hangs: int = 0) -> Suspic
 
     # One rank within its timeout is enough: the others may be waiting for it.
     peers = Peers(working)
-    timeouts = {view.rank: raised_timeout(view, peers, config, hangs) for view in working}
+    timeouts = {view.rank: raised_timeout(view, peers, config, timeouts_reached) for view in working}
     if not working or any(view.age <= timeouts[view.rank].seconds for view in working):
         return None
 
@@ -181,7 +181,7 @@ class Peers:
                     self.longest[phase] = seconds
 
 
-def raised_timeout(view: RankView, peers: Peers, config: HangConfig, hangs: int) -> Timeout:
+def raised_timeout(view: RankView, peers: Peers, config: HangConfig, timeouts_reached: int) -> Timeout:
     """Return the timeout of this rank: `timeout_of`, or more.
 
     It is raised if the rank is visibly at work, because one long batch is not a hang, and if earlier attempts have
@@ -194,13 +194,13 @@ def raised_timeout(view: RankView, peers: Peers, config: HangConfig, hangs: int)
         timeout = max(timeout, Timeout(BUSY_FACTOR * config.least, "hang.least", config.least))
 
     # Each earlier attempt that reached a timeout raises it, but never above the timeout of a phase without a history.
-    raised = min(timeout.seconds * raise_factor(hangs), config.first)
+    raised = min(timeout.seconds * raise_factor(timeouts_reached), config.first)
     return timeout._replace(seconds=max(timeout.seconds, raised))
 
 
-def raise_factor(hangs: int) -> float:
+def raise_factor(timeouts_reached: int) -> float:
     """Return by how much all timeouts are multiplied after so many attempts that have reached one."""
-    return RAISE_FACTOR ** min(hangs, MAX_RAISES)
+    return RAISE_FACTOR ** min(timeouts_reached, MAX_RAISES)
 
 
 def _is_busy(view: RankView) -> bool:

@@ -88,10 +88,10 @@ class Watchdog:
 
     # ---- suspicion and verdict ----
 
-    def look(self, running: Collection[int], now: float, hangs: int = 0) -> Suspicion | None:
+    def look(self, running: Collection[int], now: float, timeouts_reached: int = 0) -> Suspicion | None:
         """Look at the ranks that still run. Return a suspicion if they seem to hang: then their stacks are collected.
 
-        Called about once a second. `hangs`: how many attempts have reached a timeout since the newest checkpoint.
+        Called about once a second. `timeouts_reached`: as in `suspect`.
         """
         views = [view for view in self._all_views if view.rank in running]
 
@@ -107,7 +107,7 @@ class Watchdog:
         if now < self._busy_until:
             return None
 
-        return suspect(aged, self._config, hangs) or self._stall(aged, hangs)
+        return suspect(aged, self._config, timeouts_reached) or self._stall(aged, timeouts_reached)
 
     def _note_gap(self, now: float) -> None:
         """Begin a new watch if the launcher did not look for a while: ranks are not blamed for that time."""
@@ -129,7 +129,7 @@ class Watchdog:
 
         return aged
 
-    def _stall(self, views: list[RankView], hangs: int) -> Suspicion | None:
+    def _stall(self, views: list[RankView], timeouts_reached: int) -> Suspicion | None:
         """Return a suspicion long before a timeout is reached, to show where the ranks are; once for each stall."""
         beats = {view.rank: view.beats for view in views}
         working = [view for view in views if not view.phase_info.after_run]
@@ -146,7 +146,7 @@ class Watchdog:
         named = min(working, key=lambda view: (view.phase_info.waits, view.rank))
         peers = Peers(working)
 
-        timeout = max(raised_timeout(view, peers, self._config, hangs) for view in working)
+        timeout = max(raised_timeout(view, peers, self._config, timeouts_reached) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
         applies = f"the timeout is {timeout.seconds:.0f} s, by {timeout.setting}"
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; {applies}"
@@ -217,7 +217,7 @@ class Watchdog:
             first = min(left)
             return Failure.by_launcher(LauncherFailure.GRACE_EXCEEDED, reason, first, left[first])
 
-        suspicion = Suspicion("grace", reason, awaited_ranks(views), {view.rank: view for view in views})
+        suspicion = Suspicion("grace exceeded", reason, awaited_ranks(views), {view.rank: view for view in views})
         return replace(explain(suspicion, _evidence(suspicion, answers)), kind=LauncherFailure.GRACE_EXCEEDED)
 
     def _is_compiling(self, suspicion: Suspicion, answers: Answers) -> bool:

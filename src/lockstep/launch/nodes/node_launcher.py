@@ -122,7 +122,7 @@ class NodeLauncher:
         print_line(
             "lockstep: another node took over this job while this node did not answer; the ranks here were killed"
         )
-        self._joined = JoinedTerm(term, COORDINATOR, coordinator.state, address)
+        self._joined = JoinedTerm(term, COORDINATOR, coordinator.coordinator_state, address)
         return self._search.after_loss(self._joined, "this node was superseded")
 
     # ---- following ----

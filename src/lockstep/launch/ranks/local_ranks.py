@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -65,8 +66,9 @@ class LocalRanks:
         # The processes of ranks whose zygote was lost. No process reports their ends, so the agent looks for them.
         self._orphans: set[int] = set()
 
-        # Whether the ranks were asked to save and exit, and when they were killed.
+        # Whether the ranks were asked to save and exit, whether their settings were taken, and when they were killed.
         self.was_asked_to_save = False
+        self._settings_taken = False
         self.killed_at: float | None = None
 
     @property
@@ -86,6 +88,13 @@ class LocalRanks:
             with suppress(OSError):
                 for path in (self.folder, *self.folder.iterdir()):
                     os.utime(path)
+
+    def take_settings(self) -> dict[str, Any] | None:
+        """Return the task's settings, once: None before rank 0 has written them, and after they were taken."""
+        # Rank 0 renames the file into place once it has read the configuration.
+        text = "" if self._settings_taken else files.read(attempt_folder.settings(self.folder))
+        self._settings_taken = self._settings_taken or bool(text)
+        return json.loads(text) if text else None
 
     # ---- where they are ----
 
@@ -108,7 +117,7 @@ class LocalRanks:
 
     # ---- their end ----
 
-    def kill_failed(self) -> bool:
+    def kill_those_that_failed(self) -> bool:
         """Kill the ranks that have recorded a failure and have not ended since. Return whether there are any."""
         records_of = {pid: rank_record.read(self.folder, number) for number, pid in self.pids.items()}
         failed = [pid for pid, record in records_of.items() if record is not None and record.failure is not None]
@@ -131,6 +140,17 @@ class LocalRanks:
         for pid in self.pids.values():
             _ask_rank_to_save(pid)
 
+    def begin_kill(self, any_forked: bool) -> None:
+        """Kill the ranks; `all_gone` says when they are gone. `any_forked`: whether any may have a process.
+
+        The state on disk is consistent at any moment, so there is nothing to wait for.
+        """
+        self.killed_at = time.monotonic()
+        if not any_forked:
+            self.ranks.clear()
+
+        self.kill_all()
+
     def kill_all(self) -> None:
         """Kill every rank of this node with its worker processes, and close the lifeline."""
         self._lifeline_writer.close()
@@ -141,16 +161,24 @@ class LocalRanks:
         """Note the process of a rank, and carry out the orders that came before it existed."""
         rank.pid = pid
 
-        if self.killed_at is not None:
+        if self.was_killed:
             kill_process_group(pid)
         elif self.was_asked_to_save:
             _ask_rank_to_save(pid)
+
+    def ended(self, number: int) -> None:
+        """Note that the process of a rank has ended, or that it never gets one."""
+        del self.ranks[number]
 
     def zygote_lost(self) -> None:
         """Kill the ranks, because no process reports their ends any more."""
         self.kill_all()
         self._orphans |= set(self.pids.values())
         self.ranks.clear()
+
+    @property
+    def was_killed(self) -> bool:
+        return self.killed_at is not None
 
     @property
     def seconds_since_kill(self) -> float:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep import files
-from lockstep.launch import frames
-from lockstep.launch.failure import ABORTED_UNREAD, CLEAN, Failure, LauncherFailure, RankExit
+from lockstep.launch import frames, lost_peer
+from lockstep.launch.failure import CLEAN, Failure, LauncherFailure, LostPeer, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
 from lockstep.runtime import attempt_folder, heartbeat
@@ -83,8 +83,9 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
 
     # A rank that was killed has left no record.
     log = files.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else None
+    view = heartbeat.read(attempt_folder.heartbeat(rank.folder, rank.number))
     if failure is None:
-        failure = _without_record(rank, code, when, log)
+        failure = _without_record(rank, code, when, log, view)
 
     # The failure may be that of another rank, which this rank has noticed. Then its host is not known here:
     # `Attempt.root_failure` finds it.
@@ -92,7 +93,6 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
         return RankExit(code, replace(failure, host=""))
 
     # The record holds the error; the heartbeat holds the step and phase of the rank.
-    view = heartbeat.read(attempt_folder.heartbeat(rank.folder, rank.number))
     if view is not None:
         failure = replace(failure, step=view.step, phase=view.phase)
 
@@ -116,8 +116,13 @@ def _planned_exit(rank: LocalRank, code: int, record: RankExit | None) -> RankEx
     return None
 
 
-def _without_record(rank: LocalRank, code: int, when: float, log: str | None) -> Failure:
-    """Return the failure of a rank that left no record, by its exit code: a negative one is a signal."""
+def _without_record(
+    rank: LocalRank, code: int, when: float, log: str | None, view: heartbeat.HeartbeatView | None
+) -> Failure:
+    """Return the failure of a rank that left no record, by its exit code: a negative one is a signal.
+
+    `log` is what the rank has written; None if that went to the terminal. `view` is its last heartbeat.
+    """
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
         return Failure.by_launcher(LauncherFailure.EXIT, text, rank.number, rank.host, when=when)
@@ -133,7 +138,28 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str | None) ->
     dumped = "" if code == -signal.SIGKILL else files.read(attempt_folder.stacks(rank.folder, rank.number))
     detail = frames.describe(stacks.main_thread(dumped))
 
-    return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
+    return Failure(
+        rank.number,
+        rank.host,
+        when,
+        kind,
+        message,
+        traceback="\n".join(detail),
+        lost_peer=_lost_peer(code, message, log, view),
+        origin="signal",
+    )
+
+
+def _lost_peer(code: int, message: str, log: str | None, view: heartbeat.HeartbeatView | None) -> LostPeer:
+    """Return whether a signal ended a rank because it has lost a peer: then NCCL aborts it, and gives that reason."""
+    if code != -signal.SIGABRT:
+        return "no"
+
+    if log is not None:
+        return "yes" if lost_peer.reported_in(message) else "no"
+
+    # A rank that has done its work waits for no peer.
+    return "no" if view is not None and heartbeat.PHASES[view.phase].work_done else "unread"
 
 
 def signal_name(number: int) -> str:
@@ -172,7 +198,7 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str | None) ->
 
         case "SIGABRT":
             if log is None:
-                return ABORTED_UNREAD
+                return "native code aborted; if it gave a reason, that is on the terminal"
 
             reasons = [found[1] or found[2] for found in _ABORT_REASON.finditer(log)]
             if reasons:

@@ -21,7 +21,7 @@ from lockstep import files
 from lockstep.errors import OutOfStep, Preempted, UserError
 from lockstep.files import typed_json
 from lockstep.launch import lost_peer
-from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.failure import EXCEPTION_TRAITS, PROGRAM_ERROR, Failure, RankExit
 from lockstep.launch.frames import Frame
 from lockstep.runtime import attempt_folder
 
@@ -64,7 +64,9 @@ def _failure_of(error: BaseException, rank: int) -> Failure:
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
         cause=error.cause if isinstance(error, UserError) else "",
-        follows_lost_peer=lost_peer.follows(error),
+        lost_peer="yes" if lost_peer.reported_by(error) else "no",
+        # Only here is the class known: the record has its name, and a program may have a class of the same name.
+        traits=EXCEPTION_TRAITS.get(type(error), PROGRAM_ERROR),
     )
 
 

@@ -48,8 +48,9 @@ RunRank = Callable[..., NoReturn]  # `rank_process.main` but for the spec and th
 
 @dataclass(frozen=True)
 class RankChange:
-    """A report of the zygote about a rank: its start, or its exit, which has a code."""
+    """A report of the zygote about a rank of an attempt: its start, or its exit, which has a code."""
 
+    attempt: int
     rank: int
     pid: int | None  # None if the system refused its process: then it has exited before it started
     code: int | None = None
@@ -115,7 +116,7 @@ class Zygote:
 
         # A pipe wakes `serve` when a child ends.
         self._woken, self._bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._children: dict[int, int] = {}  # process -> rank
+        self._children: dict[int, tuple[int, int]] = {}  # process -> its attempt and its rank
 
         # The folders of all attempts, and those in which the system has refused the process of a rank.
         self._folders: set[Path] = set()
@@ -149,7 +150,7 @@ class Zygote:
     def _answer(self, request: dict[str, Any], fds: list[int]) -> None:
         """Fork the rank of a request, which gets its file descriptors, and report its process."""
         zygote = os.getpid()
-        rank = request["rank"]
+        attempt, rank = request["attempt"], request["rank"]
         folder = Path(request["env"][ATTEMPT_FOLDER])
         self._folders.add(folder)
         try:
@@ -158,13 +159,13 @@ class Zygote:
             # There are too many processes, or too little memory.
             self._refused.add(folder)
             _record_refusal(folder, int(request["env"]["RANK"]), error)
-            self._report(RankChange(rank, None, code=1))
+            self._report(RankChange(attempt, rank, None, code=1))
         else:
             if pid == 0:
                 _become_rank(request, fds, self._run_rank, [self._control.detach(), self._woken, self._bell], zygote)
 
-            self._children[pid] = rank
-            self._report(RankChange(rank, pid))
+            self._children[pid] = attempt, rank
+            self._report(RankChange(attempt, rank, pid))
         finally:
             close_all(fds)
 
@@ -194,7 +195,7 @@ class Zygote:
 
             kill_process_group(pid)
             _, status = os.waitpid(pid, 0)
-            self._report(RankChange(self._children.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+            self._report(RankChange(*self._children.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
     def _report(self, change: RankChange) -> None:
         """Send a report to the launcher, as one line."""

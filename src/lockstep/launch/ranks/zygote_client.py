@@ -107,13 +107,22 @@ class ZygoteClient:
 
     # ---- requests ----
 
-    def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, lifeline: int) -> None:
-        """Ask for a rank, whose reports have the number `rank`. Its `lifeline` closes when the launcher dies.
+    def fork(
+        self,
+        rank: int,
+        env: Mapping[str, str],
+        spec: dict[str, Any],
+        log: Path | None,
+        lifeline: int,
+        attempt: int = 0,
+    ) -> None:
+        """Ask for a rank, whose reports name `attempt` and `rank`. Its `lifeline` closes when the launcher dies.
 
         `env` has its rank among its peers, which is another number where one zygote serves several worlds
         (`lockstep verify`).
         """
-        request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
+        where = {"attempt": attempt, "rank": rank, "log": str(log) if log else None}
+        request = json.dumps({**where, "env": dict(env), "spec": spec})
         if not self._awaits_answer:
             self._since = time.monotonic()
 

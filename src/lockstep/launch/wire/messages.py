@@ -205,15 +205,21 @@ class SignalReceived(Message):
 
 @dataclass(frozen=True)
 class NodeHeartbeat(Message):
-    """A node's heartbeat, with the heartbeats of its ranks and the task's settings."""
+    """A node's heartbeat, with the heartbeats of its ranks."""
 
     views: list[RankView] = field(default_factory=list)
-    settings: dict = field(default_factory=dict)
     attempt: int | None = None  # the newest attempt whose ranks the node has started
 
     @property
     def ranks(self) -> Collection[int]:
         return [view.rank for view in self.views]
+
+
+@dataclass(frozen=True)
+class SettingsRead(Message):
+    """Rank 0, which is on this node, has read the task's settings: `LauncherSettings`. Sent once in each attempt."""
+
+    settings: dict
 
     def why_invalid(self) -> str | None:
         try:
@@ -350,7 +356,7 @@ class JobEnd(Message):
 # ---- which way they go ----
 
 # The reports of a node's agent. Apart from these a node sends only its `Hello`.
-ToCoordinator = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat
+ToCoordinator = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat | SettingsRead
 
 # The orders that a node's agent carries out, and all messages that a node receives.
 Order = Start | Prepare | SaveAndExit | CollectStacks | Kill

@@ -22,19 +22,19 @@ from lockstep.launch.decisions.recovery import (
     if_none_can_start,
     node_loss,
 )
-from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.failure import PROGRAM_ERROR, Failure, LauncherFailure
 from lockstep.launch.job import LauncherSettings
 from lockstep.launch.wire.messages import JobEnd
 
 KILLED = Failure(1, "host-0", 1000.0, "SIGKILL", "killed", origin="signal")
-RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column")
-PEER_LOST = Failure(1, "host-0", 1000.0, "DistBackendError", "NCCL error: ncclRemoteError", follows_lost_peer=True)
+RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column", traits=PROGRAM_ERROR)
+PEER_LOST = replace(RAISED, kind="DistBackendError", message="NCCL error: ncclRemoteError", lost_peer="yes")
 NO_IMPORT = Failure.by_launcher(LauncherFailure.IMPORT, "no torch")
 REFUSED = replace(RAISED, for_user=True)
 
 
 HANG = Failure.by_launcher(LauncherFailure.HANG, "no rank has advanced", 1, "host-0")
-DEADLOCK = replace(HANG, kind=LauncherFailure.DEADLOCK)
+DEADLOCK = Failure.by_launcher(LauncherFailure.DEADLOCK, "no rank has advanced", 1, "host-0")
 
 SAVED = Situation(settings=LauncherSettings(), newest_step=10, attempt=AttemptFacts(has_saved=True))
 UNSAVED = Situation(settings=LauncherSettings())
@@ -43,7 +43,7 @@ RECURS = "no checkpoint has been saved since the last start, so the same error w
 FINISHED = "another rank has ended with code 0, so the same would most likely recur"
 GRACE_EXCEEDED = Failure.by_launcher(LauncherFailure.GRACE_EXCEEDED, "2 ranks did not exit in time", 0, "host-0")
 LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 is lost", host="host-1", node=1)
-NO_SETUP = replace(LOST, kind=LauncherFailure.SETUP)
+NO_SETUP = Failure.by_launcher(LauncherFailure.SETUP, "no space left", host="host-1", node=1)
 SAVE_FAILED = "the save failed, and there is no checkpoint"
 TOO_FEW = "1 node left, and 2 needed"
 FAILED = End(JobEnd(ExitCode.FAILED, NO_IMPORT), "it would end the same way")
@@ -143,11 +143,11 @@ def test_which_nodes_the_job_does_without(failure, node, loss):
 
 def test_how_a_job_ends_whose_nodes_are_too_few():
     ended = if_none_can_start(TOO_FEW, SAVED)
-    assert (ended.result.code, ended.result.failure.message, ended.reason) == (ExitCode.RESTART, TOO_FEW, TOO_FEW)
+    assert (ended.ending.code, ended.ending.failure.message, ended.reason) == (ExitCode.RESTART, TOO_FEW, TOO_FEW)
     no_restart = LauncherSettings(restart=RestartConfig(per_hour=0))
-    assert if_none_can_start(TOO_FEW, replace(SAVED, settings=no_restart)).result.code == ExitCode.FAILED
+    assert if_none_can_start(TOO_FEW, replace(SAVED, settings=no_restart)).ending.code == ExitCode.FAILED
     assert if_none_can_start(TOO_FEW, replace(SAVED, **ASKED)) == EndPreempted()
-    assert if_none_can_start(TOO_FEW, replace(UNSAVED, **ASKED)).result.code == ExitCode.FAILED
+    assert if_none_can_start(TOO_FEW, replace(UNSAVED, **ASKED)).ending.code == ExitCode.FAILED
 
 
 def test_a_restart_is_refused_once_the_hour_has_had_its_restarts():

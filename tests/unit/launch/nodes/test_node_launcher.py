@@ -65,7 +65,9 @@ def test_the_node_that_follows_does_not_end_the_job(node, monkeypatch):
 def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(node, tmp_path, monkeypatch, capfd):
     """Its own coordinator had taken the signal, and could no longer do anything about it."""
     term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
-    superseded = SimpleNamespace(run=lambda: None, received_signals=["SIGTERM"], state=CoordinatorState([[0, 1]]))
+    superseded = SimpleNamespace(
+        run=lambda: None, received_signals=["SIGTERM"], coordinator_state=CoordinatorState([[0, 1]])
+    )
     monkeypatch.setattr(node_launcher, "Coordinator", lambda *arguments: superseded)
     election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
     connection, reached = object(), []

@@ -50,7 +50,7 @@ def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it():
     except OutOfStep as error:
         noticed = rank_record.ended_by(error, 0).failure
     assert noticed.rank == 1
-    assert not noticed.reports_lost_peer
+    assert noticed.lost_peer == "no"
     assert noticed.text().startswith("lockstep: the ranks are out of step: rank 1 was")
     assert "Traceback" not in noticed.text()
 

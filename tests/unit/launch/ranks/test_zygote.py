@@ -102,7 +102,7 @@ def test_a_fork_that_the_system_refuses_for_a_moment_is_tried_again(refuses):
 
 def test_a_rank_that_the_system_refuses_has_a_record_and_its_zygote_lives(refuses):
     changes, failure = forked(3, **refuses, REFUSED="1000")
-    assert changes == [RankChange(rank, None, 1) for rank in range(3)]
+    assert changes == [RankChange(0, rank, None, 1) for rank in range(3)]
     # It waits for the first rank only: the last try for that one, and one for each of the others.
     asked = [float(line) for line in Path(refuses["ASKED"]).read_text().split()]
     assert len(asked) > 3
@@ -120,7 +120,7 @@ def test_all_ranks_are_killed_before_the_first_is_waited_for(monkeypatch):
     here, there = socket.socketpair()
     with here, there:
         server = Zygote(there, dict)
-        server._children = {11: 0, 12: 1}
+        server._children = {11: (0, 0), 12: (0, 1)}
         server.clean_up()
     assert calls == [("kill", 11), ("kill", 12), ("wait", 11), ("wait", 12)]
     os.close(server._woken)
@@ -136,11 +136,11 @@ def test_a_process_that_is_no_rank_is_left_alone():
     here, there = socket.socketpair()
     with here, there:
         server = Zygote(there, dict)
-        server._children[rank.pid] = 7
+        server._children[rank.pid] = 2, 7
         server._reap()
         told = here.recv(4096).decode()
     assert server._children == {}
-    assert '"rank": 7' in told
+    assert '"attempt": 2, "rank": 7' in told
     assert '"code": 5' in told
     assert other.wait() == 3  # its own status was not taken
     rank.returncode = 5  # reaped above

@@ -24,6 +24,7 @@ from lockstep.launch.wire.messages import (
     NodeHeartbeat,
     RankExited,
     Rendezvous,
+    SettingsRead,
     Stacks,
     Start,
     ToCoordinator,
@@ -48,7 +49,8 @@ MESSAGES = [
     JobEnd(75),
     Stacks.of(3, 1, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, Rendezvous("127.0.0.1", 5000, 5001, "a1")),
-    NodeHeartbeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
+    NodeHeartbeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], 3),
+    SettingsRead({"hang": {}}),
     Announce("text with \u00e9"),
 ]
 

@@ -1,6 +1,7 @@
-"""Handles a failure: announces it, has all ranks killed, and when they are gone the job goes on or ends.
+"""Ends an attempt: because of a failure, because it was asked to save and exit, or at once.
 
-`recovery.py` decides what follows. That decision is noted, announced and carried out here.
+`recovery.py` decides what follows. Here that decision is noted and announced, and all ranks are killed; `NextAttempt`
+carries it out when they are gone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from typing import assert_never
 
 from lockstep.errors import ExitCode, plural
 from lockstep.launch.decisions.commands import DismissNode, HangUp
+from lockstep.launch.decisions.kill_order import KillOrder
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.recovery import (
-    AttemptFacts,
     Continue,
     Decision,
     End,
@@ -20,12 +21,10 @@ from lockstep.launch.decisions.recovery import (
     NodeLoss,
     NodeSituation,
     Restart,
-    Situation,
     UndoResize,
     after_failure,
     after_request,
     after_second_ctrl_c,
-    if_none_can_start,
     node_loss,
 )
 from lockstep.launch.decisions.save_requests import SaveRequests
@@ -34,22 +33,22 @@ from lockstep.launch.decisions.status import JobStatus
 from lockstep.launch.failure import Failure
 from lockstep.launch.hangs.suspicion import raise_factor
 from lockstep.launch.job import COORDINATOR
-from lockstep.launch.times import NODES_KILL_S
-from lockstep.launch.wire.messages import JobEnd, Kill
+from lockstep.launch.wire.messages import JobEnd
 
 
-class FailureHandler:
-    """Handles the failure of an attempt, from its announcement until no rank is left."""
+class AttemptEnd:
+    """Decides what follows the end of an attempt, announces that, and has its ranks killed."""
 
-    def __init__(self, state: JobState, save_requests: SaveRequests, next_attempt: NextAttempt):
+    def __init__(self, state: JobState, save_requests: SaveRequests, next_attempt: NextAttempt, kill_order: KillOrder):
         self._state = state
         self._save_requests = save_requests
         self._next_attempt = next_attempt
+        self._kill_order = kill_order
 
     # ---- what calls for a decision ----
 
-    def handle(self, failure: Failure, now: float, reached_timeout: bool = False) -> None:
-        """Handle a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks.
+    def follow_failure(self, failure: Failure, now: float, reached_timeout: bool = False) -> None:
+        """Follow a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks.
 
         `reached_timeout`: ranks hang, or are slow: the next attempt has more time.
         """
@@ -63,10 +62,10 @@ class FailureHandler:
                 return
 
         # Then the attempt, which is over. A smaller micro-batch is asked for only a few times, so that does not count.
-        situation = replace(self._situation(now), reached_timeout=reached_timeout)
+        situation = replace(self._next_attempt.situation(now), reached_timeout=reached_timeout)
         state.decided = after_failure(failure, situation)
         if isinstance(state.decided, Restart) and not failure.traits.asks_for_smaller_micro_batch:
-            state.restarts.count(now, hang=reached_timeout)
+            state.restarts.count(now, reached_timeout)
 
         self._show_failure_on_all_nodes(failure, state.decided, now)
         if isinstance(state.decided, UndoResize):
@@ -74,7 +73,7 @@ class FailureHandler:
 
         # In JOIN there are no ranks, and `NextAttempt.tick` carries out the decision.
         if state.status is not JobStatus.JOIN:
-            self.order_kill(now)
+            self._kill_order.give(now)
 
     def _show_failure_on_all_nodes(self, failure: Failure, decision: Decision, now: float) -> None:
         """Show the failure that ends the attempt on the screens of all nodes, and what follows it."""
@@ -103,56 +102,18 @@ class FailureHandler:
 
     def follow_request(self, now: float) -> None:
         """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
-        self._state.decided = after_request(self._situation(now), self._state.decided_end)
+        self._state.decided = after_request(self._next_attempt.situation(now), self._state.decided_end)
 
     def end_at_once(self, now: float) -> None:
         """End the job after a second Ctrl-C, without a save."""
-        self._state.decided = after_second_ctrl_c(self._situation(now))
-        self.order_kill(now)
-
-    def end_without_attempt(self, problem: str, now: float) -> None:
-        """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
-        state = self._state
-        if not isinstance(state.decided, End | EndPreempted):
-            state.decided = if_none_can_start(problem, self._situation(now))
-            again = "started" if state.last_attempt_number is None else "restarted"
-            state.outbox.announce(f"not {again}: {problem}. {state.how_to_resume}")
-
-        self._next_attempt.end_if_decided()
-
-    def _end_if_too_few(self, now: float) -> None:
-        """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
-        shortage = self._shortage
-        if self._state.status is JobStatus.JOIN and shortage:
-            self.end_without_attempt(shortage, now)
-
-    @property
-    def _shortage(self) -> str | None:
-        """How many nodes are missing for another attempt, in words; None if there are enough."""
-        # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
-        return self._state.nodes.shortage if self._state.attempt is not None else None
+        self._state.decided = after_second_ctrl_c(self._next_attempt.situation(now))
+        self._kill_order.give(now)
 
     def _node_situation(self, node: int | None) -> NodeSituation:
         """Return what decides whether the job loses this node. None: the failure is not that of a node."""
         nodes = self._state.nodes
         in_job = node in nodes.joined
         return NodeSituation(in_job, can_be_spared=in_job and node != COORDINATOR and nodes.can_spare_a_node)
-
-    def _situation(self, now: float) -> Situation:
-        """Return the facts on which a decision depends."""
-        state, attempt = self._state, self._state.attempt
-        newest_step = state.checkpoints.newest_step
-
-        return Situation(
-            settings=state.settings,
-            newest_step=newest_step,
-            attempt=attempt.facts(newest_step) if attempt is not None else AttemptFacts(),
-            recent_restarts=state.restarts.recent(now),
-            restarts_in_a_row=state.restarts.in_a_row,
-            shortage=self._shortage,
-            preempt_signal=self._save_requests.signal,
-            first_after_resize=self._save_requests.first_after_resize,
-        )
 
     # ---- a node fewer ----
 
@@ -171,7 +132,6 @@ class FailureHandler:
 
         # The job no longer waits for this node. (`HangCheck` and the check of slow starts ask who belongs to the job.)
         state.nodes.remove(node, now)
-        state.awaiting_ranks_gone.discard(node)
 
         return failure
 
@@ -183,11 +143,12 @@ class FailureHandler:
 
         return bool(attempt.running_ranks.intersection(attempt.ranks_on(node)))
 
-    def _go_on_without(self, loss: Failure, now: float) -> None:
+    def _go_on_without(self, failure: Failure, now: float) -> None:
         """Announce the loss of a node on which no rank ran. It matters only if too few remain for the next attempt."""
-        self._state.node_news.announce("lost", loss.host, loss.message, now)
-        self._end_if_too_few(now)
-        self.continue_if_gone(now)
+        assert failure.node is not None
+        self._state.node_news.announce("lost", failure.host, failure.message, now)
+        self._next_attempt.end_if_too_few(now)
+        self._kill_order.node_gone(failure.node, now)
 
     # ---- the announcement ----
 
@@ -209,7 +170,7 @@ class FailureHandler:
 
         more_time = ""
         if restart.longer_timeouts:
-            times = f"{raise_factor(state.restarts.hangs):,.0f} times as long (hang.first at most)"
+            times = f"{raise_factor(state.restarts.timeouts_reached):,.0f} times as long (hang.first at most)"
             more_time = f"; hang timeouts are {times} until the next checkpoint"
 
         return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
@@ -229,24 +190,3 @@ class FailureHandler:
         others = attempt.count_ended_by(failure) if attempt is not None else 0
 
         self._state.outbox.announce_failure(failure, self._state.last_attempt_number, others, what_follows)
-
-    # ---- the end of all ranks ----
-
-    def order_kill(self, now: float) -> None:
-        """Order every node to kill its ranks; `continue_if_gone` goes on when they are gone."""
-        state, attempt = self._state, self._state.attempt
-        assert attempt is not None, "there are ranks to kill"
-
-        state.enter(JobStatus.KILL, now + NODES_KILL_S, state.nodes_of_attempt)
-        state.order(Kill(attempt.number))
-        self.continue_if_gone(now)
-
-    def continue_if_gone(self, now: float) -> None:
-        """Go on, if the ranks were killed and the last node has said that they are gone."""
-        if self._state.status is JobStatus.KILL and not self._state.awaiting_ranks_gone:
-            self.continue_without_ranks(now)
-
-    def continue_without_ranks(self, now: float) -> None:
-        """Start the next attempt, or end the job: no rank runs any more."""
-        self._next_attempt.wait_for_nodes(now)
-        self._end_if_too_few(now)
