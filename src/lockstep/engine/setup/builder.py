@@ -41,7 +41,7 @@ from lockstep.launch.lost_peer import text_of
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.optim.optimizers import Optimizers, rebind
-from lockstep.optim.user_scheduler import check_schedulers_passed
+from lockstep.optim.schedulers.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver

@@ -11,6 +11,7 @@ from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.checkpoint.state.run_state import RunState
+from lockstep.config import RunConfig
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import open_source
@@ -31,7 +32,7 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.observe.head import write_head
 from lockstep.observe.metrics import ExactSums, Interval, MetricNames, Sums
-from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
+from lockstep.optim.schedulers.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepContext
 from lockstep.plan.plan import Plan
@@ -63,12 +64,17 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
     interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums(), MetricNames())
     stepper = _make_stepper(builder, trained, plan, interval)
+    foreseen = _look_ahead(stepper, plan, config)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
     resumed = checkpoints.resume()
     if resumed:
         plan = continue_plan(resumed, plan, source, stepper, config)
+        foreseen = _look_ahead(stepper, plan, config)
+
+    for text in foreseen:
+        builder.recorder.event("warning", reason=text)
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
@@ -203,6 +209,12 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
     delaying = builder.hooks.named("first_steps")
     parameters = TrainedParameters(trained.driver, delaying) if delaying else None
     return Stepper(context, trained.driver, trained.optimizers, rate, interval, parameters)
+
+
+def _look_ahead(stepper: Stepper, plan: Plan, config: RunConfig) -> list[str]:
+    """Return warnings about the learning rates of the steps to come. Raise if one of them cannot be set."""
+    may_end_early = config.stop.patience is not None or config.stop.max_minutes is not None
+    return stepper.learning_rate.look_ahead(plan.steps, plan.steps_per_epoch, may_end_early)
 
 
 def _make_requests(
