@@ -16,6 +16,7 @@ from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import open_source
 from lockstep.data.streams.mosaic import DESCRIPTION, by_index, is_streaming_dataset
+from lockstep.engine.checks.same_data import DataRecord
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
@@ -89,6 +90,9 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     loop.add("log", log)
     loop.add("requests", requests, rewinds=False)
     loop.add("evaluations", evaluations)
+    checkpoint = builder.folder.as_shown(resumed.location) if resumed else None
+    data_record = DataRecord(source, runtime, builder.recorder.event, checkpoint)
+    loop.add("data", data_record, rewinds=False)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
@@ -113,6 +117,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         requests=requests,
         log=log,
         evaluations=evaluations,
+        data_record=data_record,
         hooks=builder.hooks,
     )
 
