@@ -97,6 +97,8 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
         facts["resumed"] = _continue_records(builder, resumed, requests, plan)
+    elif builder.folder.start_from.newest:
+        facts["resume"] = f"no checkpoint in {builder.folder.shown}, so the run starts from its beginning"
 
     facts |= _describe_weights(trained, plan, source, resumed)
     _write_start(builder, facts, plan, driver)
