@@ -152,6 +152,15 @@ def test_what_cannot_be_judged_is_not_mentioned(tmp_path: Path) -> None:
     assert resumed(tmp_path / "stream", Stream(), Stream()) == []
 
 
+def test_no_sample_is_read_for_it_without_the_check(tmp_path: Path) -> None:
+    reads = []
+    for checks in (True, False):
+        data = Rereads(KINDS["numbers"])
+        lockstep.fit(Point(data), run_dir=str(tmp_path / str(checks)), checks={"first_batch": checks, "loss": "off"})
+        reads.append(data.reads)
+    assert reads[0] == reads[1] + 3
+
+
 def test_an_older_checkpoint_is_resumed_without_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
         older.setattr(same_data.DataRecord, "state_dict", lambda self: {})
