@@ -38,7 +38,7 @@ from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
 from lockstep.run_folder.checkpoint_facts import newest_checkpoint
 from lockstep.run_folder.checkpoint_names import step_in
-from lockstep.run_folder.events import append_event
+from lockstep.run_folder.events import append_event, belongs_to_earlier_run, end_of_earlier_run
 from lockstep.run_folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY, WEIGHTS
 from lockstep.run_folder.paths import run_of
 from lockstep.run_folder.resize import ask_for_size
@@ -577,11 +577,16 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
 
 def _launch(job: Job) -> Outcome:
     """Run a job on the ranks of a launcher until they end; record why, if they fail."""
+    earlier_end = end_of_earlier_run(job.run_dir)
     outcome = supervise(replace(job, spec=as_json({**job.spec, "path": sys.path})))
 
     # All launchers of a job have the same folder: one of them writes there.
     failure = outcome.ending.failure
     if failure is None or not outcome.ended_here:
+        return outcome
+
+    # A request that was refused is no end of the run that the folder holds.
+    if failure.for_user and belongs_to_earlier_run(job.run_dir, earlier_end):
         return outcome
 
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.

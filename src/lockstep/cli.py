@@ -73,7 +73,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     if unknown:
         options.parser.refuse(unknown)
     if rest and not hasattr(options, "overrides"):
-        options.parser.error(f"{options.verb} takes no settings such as {rest[0]}")
+        takes = "one run, and not also" if options.verb == "report" else "no settings such as"
+        options.parser.error(f"{options.verb} takes {takes} {rest[0]}")
 
     # Settings that follow an option, as in `train char_lm --nproc 2 steps=10`, are in `rest`.
     overrides = [*getattr(options, "overrides", []), *rest]
@@ -461,8 +462,13 @@ def _ask(question: str) -> bool:
 
 def _report(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.observe.report import write_report
+    from lockstep.run_folder.paths import check_is_run, read_path
 
-    print(write_report(options.run_dir))
+    # The folder of its checkpoints means the run.
+    meant = read_path(options.run_dir)
+    run = options.run_dir if meant.run is None or meant.name is not None else meant.run
+    check_is_run(run)
+    print(write_report(run))
 
 
 def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -92,3 +92,46 @@ def test_every_state_of_a_real_run(tmp_path, nproc):
     done = preloaded.run("rm", *(f"runs/{name}" for name in expected), "--yes", env=ENVIRONMENT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+OTHER = """
+from slow import Slow
+from torch import nn
+
+class Other(Slow):
+    def model(self):
+        return nn.Linear(2, 1)
+"""
+
+
+def records(run: Path) -> dict[str, bytes]:
+    """What a run has left: everything but the locks, the owner of the checkpoints, and what ranks have printed."""
+    left_out = (".lock", ".launcher", "owner")
+    found = {path for path in run.rglob("*") if path.is_file() and path.name not in left_out}
+    return {str(path.relative_to(run)): path.read_bytes() for path in found if path.parent.name != "logs"}
+
+
+@pytest.mark.parametrize("nproc", [(), ("--nproc", "2")], ids=["alone", "two"])
+def test_a_refused_resume_leaves_a_run_as_it_was(tmp_path, nproc):
+    (tmp_path / "slow.py").write_text(TASK)
+    (tmp_path / "other.py").write_text(OTHER)
+
+    def train(target: str, *words: str) -> int:
+        return preloaded.run("train", target, *nproc, *words, env=ENVIRONMENT, cwd=tmp_path).returncode
+
+    resume = ("--resume", "runs/done")
+    assert train("slow.py:Slow", "run_dir=runs/done", "steps=2") == 0
+    before = records(tmp_path / "runs" / "done")
+    for target, words in (
+        ("slow.py:Slow", ("seed=7", *resume)),
+        ("other.py:Other", resume),
+        ("slow.py:Slow", ("steps=1", *resume)),
+        ("slow.py:Slow", ("run_dir=runs/done",)),
+    ):
+        assert train(target, *words) == 2, words
+        assert records(tmp_path / "runs" / "done") == before, words
+        assert states(tmp_path) == {"done": "finished"}
+
+    # A resumed run that has begun, and fails, has failed.
+    assert train("slow.py:Slow", "task.fails=true", "steps=4", *resume) == 1
+    assert states(tmp_path) == {"done": "failed"}

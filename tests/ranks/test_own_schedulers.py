@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
-from lockstep.optim.scheduler_state import _differences
+from lockstep.optim.schedulers.scheduler_state import _differences
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool

@@ -306,7 +306,8 @@ class ChecksConfig(ConfigSection):
     # Cheap enough to be always on: the first is one gather, the second an occasional digest of the weights.
     first_batch: bool = key(
         True,
-        "check in the first step that the ranks read different samples, and that worker processes read the right ones",
+        "check in the first step that the ranks read different samples, that worker processes read the right ones, and "
+        "that a resumed run reads the same data",
     )
     loss: LossCheck = key(
         "all",

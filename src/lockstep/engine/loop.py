@@ -147,6 +147,7 @@ def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     sets = evaluation_sets(task, run.config.evaluate.monitor)
     for chosen in sets:
         check_data(chosen.dataset, chosen.name)
+        run.data_record.add_evaluation(chosen.name, chosen.dataset)
 
     during_run = run.evaluations.schedule.is_on
     check_evaluations(run.config, bool(sets), during_run, run.stepper.learning_rate.needs_evaluations)

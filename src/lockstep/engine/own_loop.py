@@ -31,7 +31,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
-from lockstep.optim.user_scheduler import is_scheduler
+from lockstep.optim.schedulers.user_scheduler import is_scheduler
 from lockstep.parallel.compiled.compiler import compiler_among
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.runtime import heartbeat

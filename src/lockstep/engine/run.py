@@ -22,6 +22,7 @@ from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
+from lockstep.engine.checks.same_data import DataRecord
 from lockstep.engine.checks.start import as_checked
 from lockstep.engine.clock import RunClock
 from lockstep.engine.end import end_preempted
@@ -70,6 +71,7 @@ class Run:
     requests: Requests  # what ranks ask of each other: stop, save, evaluate, preempt
     log: StepLog
     evaluations: Evaluations
+    data_record: DataRecord  # whether a resumed run reads the same data
     hooks: Hooks  # the user's functions that the run calls
 
     gathering: RowGathering = field(init=False, default_factory=RowGathering)
@@ -146,6 +148,9 @@ class Run:
 
         Later batches follow from the same arithmetic, and are not compared.
         """
+        if self.config.checks.first_batch:
+            self.data_record.compare()
+
         several_readers = not self.runtime.world.alone or self.config.data.workers > 0
         if several_readers and self.config.checks.first_batch:
             return take_and_compare(self.source, self.runtime, self.driver.role.data_rank)

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.launch.election import Lease, folder_identity
 from lockstep.launch.times import HEARTBEAT_S, HELD_UP_S, LOST_AFTER_S
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
-from lockstep.run_folder.events import append_event
+from lockstep.run_folder.events import append_event, belongs_to_earlier_run, end_of_earlier_run
 from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.run_folder.resize import take_request
 
@@ -57,6 +57,7 @@ class FolderWatch:
         # Events that the coordinator's loop has left, to be written to events.jsonl.
         self._events: deque[dict[str, Any]] = deque()
         self._awake = threading.Event()
+        self._earlier_end: int | None = None  # see `end_of_earlier_run`
 
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
@@ -64,6 +65,8 @@ class FolderWatch:
     # ---- the thread ----
 
     def _run(self) -> None:
+        # Before any rank can begin.
+        self._earlier_end = end_of_earlier_run(self._run_dir)
         try:
             while not self.superseded and not self._closed:
                 self.look_at_folder()
@@ -88,7 +91,12 @@ class FolderWatch:
 
     def _write_events(self) -> None:
         while self._events:
-            append_event(self._run_dir, self._events.popleft())
+            event = self._events.popleft()
+
+            # A request that was refused is no failure of the run that the folder holds.
+            is_refusal = event["event"] == "failure" and event.get("for_user") and event.get("attempt") == 0
+            if not (is_refusal and belongs_to_earlier_run(self._run_dir, self._earlier_end)):
+                append_event(self._run_dir, event)
 
     def look_at_folder(self) -> None:
         """Look once at everything that the coordinator must know. Only the thread does that: it may block."""

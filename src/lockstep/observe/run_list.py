@@ -21,7 +21,8 @@ from lockstep.files import typed_json
 from lockstep.observe.formats import columns, figures, flat, number, one_line
 from lockstep.observe.report import without_undone
 from lockstep.run_folder.locks import is_running
-from lockstep.run_folder.names import CONFIG, EVENTS, LOCK, LOGS, METRICS, PLAN, SOURCES
+from lockstep.run_folder.names import CONFIG, EVENTS, METRICS, PLAN, SOURCES
+from lockstep.run_folder.paths import is_run
 from lockstep.run_folder.run_dir import read_mapping
 
 State = Literal["running", "finished", "preempted", "failed", "killed"]
@@ -77,13 +78,6 @@ def find_runs(folder: Path) -> list[Path]:
 
     # A link to a run would show it twice.
     return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and is_run(path)]
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether Lockstep has made this folder for a run, even one that never began to train."""
-    # Copies may lack the lock, as a hidden file.
-    has_lock = (folder / LOCK).is_file() and (folder / LOGS).is_dir()
-    return has_lock or ((folder / SOURCES).is_file() and (folder / CONFIG).is_file())
 
 
 def facts_of(run: Path) -> RunFacts:

@@ -16,10 +16,11 @@ from pathlib import Path
 from rich.filesize import decimal as size_text
 
 from lockstep.errors import UserError, plural, some_names
-from lockstep.observe.run_list import facts_of, files_in, is_run
+from lockstep.observe.run_list import facts_of, files_in
 from lockstep.observe.sinks import SINKS
 from lockstep.run_folder.locks import hold_idle
 from lockstep.run_folder.names import CHECKPOINTS, LAUNCHER_LOCK, LOCK, WRITTEN
+from lockstep.run_folder.paths import check_is_run
 
 # What `lockstep rm` deletes. Other files stay where they are, such as files of a user's sink, whose class is not
 # imported here.
@@ -91,10 +92,7 @@ def _refuse(run: Path) -> None:
             f"{run} is a symbolic link, which lockstep rm does not follow", f"{os.readlink(run)}", "name the folder"
         )
 
-    if not run.is_dir() or not is_run(run):
-        found = "no such folder" if not run.exists() else "a folder or file that no run of Lockstep made"
-        raise UserError(f"{run} is not the folder of a run", found, "name a run: lockstep runs lists them")
-
+    check_is_run(run)
     if not os.access(run, os.W_OK | os.X_OK):
         raise UserError(
             f"{run} cannot be deleted", "this user may not write to it", "let the user who trained it do that"

@@ -1,6 +1,6 @@
 """Learning-rate schedules: the rate of a step is a pure function of its number.
 
-There is no scheduler object, so there is no state to save; user_scheduler.py handles the user's schedulers. A new
+There is no scheduler object, so there is no state to save; `schedulers/` handles the user's schedulers. A new
 schedule is one function and one entry in SCHEDULES. This module does not import torch, so that a launcher can check the
 name of a schedule quickly.
 """
@@ -136,6 +136,13 @@ class LearningRate:
     def set(self, steps_applied: int) -> Any:
         """Set the rate of every group for the step after `steps_applied` ones, and return the first group's."""
         raise NotImplementedError
+
+    def look_ahead(self, steps: int, steps_per_epoch: int | None, may_end_early: bool) -> list[str]:
+        """Compute the rates of the whole run as far as possible, and return warnings about them.
+
+        Raise a UserError if the rate of a step cannot be set; return that as a warning if the run may end before.
+        """
+        return []
 
     def banner(self) -> str:
         """Return a line for the banner."""

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -17,12 +18,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep import files
-from lockstep.errors import UserError
+from lockstep.errors import UserError, printable
 from lockstep.run_folder.names import LAUNCHER_LOCK, LOCK
 from lockstep.run_folder.run_dir import not_writable, prepare
 
 # How long a launcher waits for the end of another one, which may just have been killed.
 LAUNCHER_WAIT_S = 10.0
+
+# After this long, the wait for a lock is announced.
+SILENT_S = 1.0
 
 # The errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -49,7 +53,13 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
 def _hold_file(path: Path, timeout: float, holder: str) -> IO[str] | None:
     """Lock a file. Return None on a file system without locks; raise a UserError if another `holder` keeps the lock."""
     file = _open_lock(path)
-    acquired = _acquire(file, timeout)
+    acquired = _acquire(file, min(timeout, SILENT_S))
+    if acquired is False and timeout > SILENT_S:
+        # Whoever types this would otherwise look at an empty screen.
+        in_use = f"run_dir={path.parent} is in use by {holder} right now{_name_in(path)}"
+        print(printable(f"lockstep: {in_use}: waiting up to {timeout:.0f} s for its end"), file=sys.stderr, flush=True)
+        acquired = _acquire(file, timeout - SILENT_S)
+
     if acquired and _is_at(file, path):
         return file
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
+from lockstep.errors import ExitCode, UserError
+from lockstep.run_folder.events import belongs_to_earlier_run, end_of_earlier_run
 from lockstep.run_folder.locks import lock
 from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.run_folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
@@ -33,6 +34,7 @@ class RunFolder:
     start_from: StartFrom
     attempt: int  # how often the launcher restarted this run
     token: str  # distinguishes this attempt from an earlier attempt that may still be writing
+    earlier_end: int | None = None  # see `events.end_of_earlier_run`
     lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: str | Path) -> str:
@@ -46,6 +48,11 @@ class RunFolder:
         # A disk that is out of reach must not end the run. The next save tries again.
         with suppress(OSError):
             going_back_mark(self.path).unlink(missing_ok=True)
+
+    def is_left_alone(self, error: BaseException) -> bool:
+        """Return whether the folder stays as it is after this error: a request was refused before it has begun."""
+        refused = isinstance(error, UserError) and error.exit_code == ExitCode.REFUSED
+        return refused and self.attempt == 0 and belongs_to_earlier_run(self.path, self.earlier_end)
 
     def release_lock(self) -> None:
         if self.lock is not None:
@@ -104,7 +111,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
             f"set another run_dir; or --resume {shown} to resume the run that is there",
         )
 
-    folder = RunFolder(path, str(shown), start_from, attempt, token=secrets.token_hex(4))
+    folder = RunFolder(path, str(shown), start_from, attempt, secrets.token_hex(4), end_of_earlier_run(path))
     _create(folder)
     return folder
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
-from lockstep.run_folder.names import CHECKPOINTS, METRICS
+from lockstep.run_folder.names import CHECKPOINTS, CONFIG, LOCK, LOGS, METRICS, SOURCES
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def read_path(path: Path) -> RunPath:
     if _has_manifest(path):
         return RunPath(None, here.parent, here.name)
 
-    if absolute.name == CHECKPOINTS and path.is_dir() and not _is_run(path):
+    if absolute.name == CHECKPOINTS and path.is_dir() and not _has_begun(path):
         return RunPath(here.parent, here)
 
     return RunPath(path, path / CHECKPOINTS)
@@ -51,8 +51,16 @@ def read_path(path: Path) -> RunPath:
 def run_of(path: Path) -> Path:
     """Return the folder of the run that --resume means. Raise a UserError if `path` means none."""
     meant = read_path(path)
-    if meant.run is not None and (meant.name is not None or _is_run(meant.run)):
+    if meant.run is not None and (meant.name is not None or _has_begun(meant.run)):
         return meant.run
+
+    # A run that was killed while it was starting.
+    if is_run(path):
+        raise UserError(
+            f"--resume {path} cannot be used: that run has not begun to train, and has no checkpoint",
+            "its locks and logs, and nothing that it has trained",
+            f"start it there: run_dir={path} --resume auto, with the settings of the first command",
+        )
 
     near = [] if path.exists() else get_close_matches(str(path), ["auto", "never"], n=1)
     instead = f"use --resume {near[0]}; or " if near else ""
@@ -68,5 +76,19 @@ def _has_manifest(path: Path) -> bool:
     return (path / MANIFEST).exists()
 
 
-def _is_run(path: Path) -> bool:
+def _has_begun(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir() or (path / METRICS).exists()
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether Lockstep has made this folder for a run, even one that never began to train."""
+    # Copies may lack the lock, as a hidden file.
+    has_lock = (folder / LOCK).is_file() and (folder / LOGS).is_dir()
+    return has_lock or ((folder / SOURCES).is_file() and (folder / CONFIG).is_file())
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise a UserError unless Lockstep has made this folder for a run."""
+    if not folder.is_dir() or not is_run(folder):
+        found = "no such folder" if not folder.exists() else "a folder or file that no run of Lockstep made"
+        raise UserError(f"{folder} is not the folder of a run", found, "name a run: lockstep runs lists them")

@@ -85,3 +85,13 @@ def test_a_run_may_be_in_a_folder_called_checkpoints(tmp_path: Path, content: st
     os.makedirs(run / content)
     assert read_path(run) == RunPath(run, run / "checkpoints")
     assert run_of(run) == run
+
+
+def test_the_run_that_was_killed_while_it_was_starting(tmp_path: Path) -> None:
+    """Its launcher has locked the folder, and rank 0 has not opened it."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / ".lock").touch()
+    with pytest.raises(UserError, match="that run has not begun to train, and has no checkpoint") as refused:
+        run_of(run)
+    assert f"run_dir={run} --resume auto" in refused.value.fix

@@ -98,6 +98,19 @@ def test_a_folder_is_held_by_one_launcher_until_its_job_is_taken_over(tmp_path, 
             assert (tmp_path / ".launcher").exists()
 
 
+def test_a_wait_for_another_launcher_is_announced(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("lockstep.run_folder.locks.LAUNCHER_WAIT_S", 0.8)
+    monkeypatch.setattr("lockstep.run_folder.locks.SILENT_S", 0.2)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"holds\n"
+        with pytest.raises(UserError, match="in use by another run"), hold(tmp_path):
+            pass
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"lockstep: run_dir={tmp_path} is in use by a launcher whose job is there right now")
+    assert line.endswith("waiting up to 1 s for its end")
+
+
 def test_a_lock_that_is_removed_while_one_waits_for_it_is_made_anew(tmp_path):
     held = lock(tmp_path)
     (tmp_path / ".lock").unlink()

@@ -69,7 +69,7 @@ def test_what_is_said_before_the_search_is_what_is_found(start: StartFrom, has_c
 
         storage: Any = "own"
 
-        def _find(self, storage: Any, only: str | None = None) -> Any:
+        def _find_in(self, storage: Any, only: str | None = None) -> Any:
             if storage == "own":
                 return "newest" if has_checkpoint else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.runtime.shards import as_bytes, checksums, full_tensor
 
+# The part of a repr that says where the object is: `<Image.Image image mode=RGB size=8x8 at 0x7F12A0>`.
+ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
+
 
 def digest(data: Any) -> str:
     """Return a digest of all tensors and values in `data`, nested in any way.
 
-    The kind of each part, and its length or shape, are hashed before its contents: [1, 23] and [12, 3] differ.
+    The kind of each part, and its length or shape, are hashed before its contents: [1, 23] and [12, 3] differ. Of an
+    object whose contents are not known, only the class counts.
     """
     sha = hashlib.sha256()
 
@@ -66,15 +71,36 @@ def _feed(sha: Any, data: Any) -> None:
             # Sorted, since the order of strings in a set differs between processes.
             _feed_items(sha, "set", sorted(data, key=repr))
 
+        case _ if _holds_array(data):
+            # An image of PIL, say, whose repr has an address.
+            _feed_items(sha, "array of", [type(data).__qualname__, _array_of(data)])
+
         case _ if type(data).__repr__ is object.__repr__:
             # The default repr contains an address, so use the class and the attributes.
             _feed_items(sha, "object", [type(data).__qualname__, getattr(data, "__dict__", {})])
 
         case _:
-            # A repr tells 1 from 1.0, True and "1".
-            text = repr(data).encode()
-            sha.update(b"value:%d:" % len(text))
-            sha.update(text)
+            # A repr tells 1 from 1.0, True and "1". One with an address is another one in every process.
+            text = repr(data)
+            if not isinstance(data, str | bytes) and ADDRESS.search(text):
+                text = type(data).__qualname__
+
+            encoded = text.encode(errors="surrogatepass")
+            sha.update(b"value:%d:" % len(encoded))
+            sha.update(encoded)
+
+
+def _holds_array(data: Any) -> bool:
+    """Return whether an object gives its contents as an array. The repr of a number of numpy shows it in full."""
+    kind = type(data)
+    return not isinstance(data, np.generic) and (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"))
+
+
+def _array_of(data: Any) -> np.ndarray | None:
+    try:
+        return np.asarray(data)
+    except Exception:  # the object's own code
+        return None
 
 
 def _feed_items(sha: Any, kind: str, items: Sequence[Any]) -> None:

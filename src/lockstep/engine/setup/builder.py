@@ -41,7 +41,7 @@ from lockstep.launch.lost_peer import text_of
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.optim.optimizers import Optimizers, rebind
-from lockstep.optim.user_scheduler import check_schedulers_passed
+from lockstep.optim.schedulers.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
@@ -263,11 +263,12 @@ class RunBuilder:
         with contextlib.suppress(Exception):
             # The parent process prints the error. A launcher prints only the first error of all ranks.
             self.recorder.hide()
-            if not isinstance(error, Preempted):
+            left_alone = self.folder.is_left_alone(error)
+            if not (left_alone or isinstance(error, Preempted)):
                 self.recorder.event("error", type=type(error).__name__, message=text_of(error))
 
             self.recorder.close()
-            if self.runtime.is_main:
+            if self.runtime.is_main and not left_alone:
                 write_report(self.folder.path)
 
         self.folder.release_lock()

@@ -11,10 +11,12 @@ from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.checkpoint.state.run_state import RunState
+from lockstep.config import RunConfig
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import open_source
 from lockstep.data.streams.mosaic import DESCRIPTION, by_index, is_streaming_dataset
+from lockstep.engine.checks.same_data import DataRecord
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
@@ -32,7 +34,7 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.observe.head import write_head
 from lockstep.observe.metrics import ExactSums, Interval, MetricNames, Sums
-from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
+from lockstep.optim.schedulers.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepContext
 from lockstep.plan.plan import Plan
@@ -64,12 +66,17 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
     interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums(), MetricNames())
     stepper = _make_stepper(builder, trained, plan, interval)
+    foreseen = _look_ahead(stepper, plan, config)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
     resumed = checkpoints.resume()
     if resumed:
         plan = continue_plan(resumed, plan, source, stepper, config)
+        foreseen = _look_ahead(stepper, plan, config)
+
+    for text in foreseen:
+        builder.recorder.event("warning", reason=text)
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
@@ -84,10 +91,15 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     loop.add("log", log)
     loop.add("requests", requests, rewinds=False)
     loop.add("evaluations", evaluations)
+    checkpoint = builder.folder.as_shown(resumed.location) if resumed else None
+    data_record = DataRecord(source, runtime, builder.recorder.event, checkpoint)
+    loop.add("data", data_record, rewinds=False)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
         facts["resumed"] = _continue_records(builder, resumed, requests, plan)
+    elif builder.folder.start_from.newest:
+        facts["resume"] = f"no checkpoint in {builder.folder.shown}, so the run starts from its beginning"
 
     elif builder.task is None and config.checks.loss != "off":
         facts |= _describe_own_loop(builder)
@@ -115,6 +127,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         requests=requests,
         log=log,
         evaluations=evaluations,
+        data_record=data_record,
         hooks=builder.hooks,
     )
 
@@ -211,6 +224,12 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
     delaying = builder.hooks.named("first_steps")
     parameters = TrainedParameters(trained.driver, delaying) if delaying else None
     return Stepper(context, trained.driver, trained.optimizers, rate, interval, parameters)
+
+
+def _look_ahead(stepper: Stepper, plan: Plan, config: RunConfig) -> list[str]:
+    """Return warnings about the learning rates of the steps to come. Raise if one of them cannot be set."""
+    may_end_early = config.stop.patience is not None or config.stop.max_minutes is not None
+    return stepper.learning_rate.look_ahead(plan.steps, plan.steps_per_epoch, may_end_early)
 
 
 def _make_requests(

@@ -20,7 +20,8 @@ from lockstep.config.settings import typed
 from lockstep.errors import UserError, some_names
 from lockstep.optim.optimizers import as_list
 from lockstep.optim.schedule import LearningRate, ScheduleRate, set_rate
-from lockstep.optim.scheduler_state import InitialState, load, state_of
+from lockstep.optim.schedulers.preview import Failure, Preview, Rates, can_be_previewed, sign_of_epochs
+from lockstep.optim.schedulers.scheduler_state import InitialState, load, state_of
 
 # Settings of the peak. A function of the step returns shares of the peak, so it does not conflict with them.
 PEAK_KEYS = ("lr.peak", "lr.scaling", "lr.reference_batch")
@@ -85,6 +86,8 @@ class SchedulerRate(LearningRate):
         self._scheduler_steps = [0] * len(schedulers)
         super().__init__(optimizers)
         self._initial = InitialState(schedulers, self.groups)
+        self._preview = _make_preview(schedulers, optimizers)
+        self._rates: Rates | None = None  # of the whole run, once `look_ahead` has computed them
         for scheduler in schedulers:
             vars(scheduler)["step"] = _refuse_direct_step
 
@@ -132,9 +135,26 @@ class SchedulerRate(LearningRate):
         for entry in self._entries:
             vars(entry.scheduler).pop("step", None)
 
+    def look_ahead(self, steps: int, steps_per_epoch: int | None, may_end_early: bool) -> list[str]:
+        found = self._preview.look(steps) if self._preview else None
+        self._rates = found if isinstance(found, Rates) else None
+        schedulers = [entry.scheduler for entry in self._entries]
+        if isinstance(found, Failure):
+            error = _ends_before_the_run(" and ".join(self._kinds()), found, steps, steps_per_epoch)
+            if not may_end_early:
+                raise error
+
+            return [f"{error.problem}: {error.found}. If the run gets so far, it fails there; {error.fix}"]
+
+        sign = sign_of_epochs(schedulers, self._rates, steps, steps_per_epoch) if self._rates else ""
+        return [sign] if sign else []
+
     def banner(self) -> str:
         names = " and ".join(dict.fromkeys(self._kinds()))
-        return f"start {float(self.groups[0]['lr']):.3g}, then by {names}"
+        if self._rates is None:
+            return f"start {float(self.groups[0]['lr']):.3g}, then by {names}"
+
+        return ", ".join(f"{name} {value:.3g}" for name, value in self._rates.landmarks.items()) + f", by {names}"
 
     # ---- checkpoints ----
 
@@ -220,6 +240,30 @@ class SchedulerRate(LearningRate):
                         # torch warns that scheduler.step() comes before optimizer.step(), which ran before the resume.
                         warnings.simplefilter("ignore", UserWarning)
                         type(scheduler).step(scheduler)
+
+
+def _make_preview(schedulers: list[LRScheduler], optimizers: list[torch.optim.Optimizer]) -> Preview | None:
+    """Return copies of the schedulers that can be stepped in advance, or None if they cannot."""
+    # With several optimizers, a loop may step one of them less often than the others.
+    if len(optimizers) != 1 or not can_be_previewed(schedulers):
+        return None
+
+    try:
+        return Preview(schedulers, optimizers[0])
+    except Exception:  # an option of a parameter group may be anything
+        return None
+
+
+def _ends_before_the_run(name: str, failure: Failure, steps: int, steps_per_epoch: int | None) -> UserError:
+    """Return the error for a scheduler that raises before the last step."""
+    per_epoch = f", {steps_per_epoch} in an epoch" if steps_per_epoch else ""
+    return UserError(
+        f"{name} cannot set the learning rate of step {failure.step + 1}, and the run has {steps} steps",
+        f"{type(failure.error).__name__}: {failure.error}. Lockstep steps a scheduler once for every optimizer step"
+        f"{per_epoch}",
+        f"make it for {steps} steps (OneCycleLR: total_steps={steps}), also where the run is extended; or set "
+        f"steps={failure.step}",
+    )
 
 
 def _follows_evaluations(scheduler: Any) -> bool:

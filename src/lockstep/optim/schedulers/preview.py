@@ -1,0 +1,253 @@
+"""The rates that a torch scheduler will set, computed before the first step on a copy of it.
+
+A scheduler that counts epochs, or one that ends before the run does, is found here and not in the middle of a run. The
+copy has an optimizer without parameters. Only torch's own classes are copied: a class of the user may do anything when
+it is stepped.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import math
+import types
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.runtime.seeds import preserve_rng
+
+# Torch computes the rate of any step of these at once.
+DIRECT = frozenset(
+    (
+        *(lr_scheduler.LambdaLR, lr_scheduler.StepLR, lr_scheduler.MultiStepLR, lr_scheduler.ConstantLR),
+        *(lr_scheduler.LinearLR, lr_scheduler.ExponentialLR, lr_scheduler.PolynomialLR, lr_scheduler.OneCycleLR),
+        *(lr_scheduler.CosineAnnealingLR, lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.CyclicLR),
+    )
+)
+
+# These are stepped one step after the other, which takes about 20 us for each.
+STEPWISE = frozenset((lr_scheduler.MultiplicativeLR, lr_scheduler.ChainedScheduler))
+MOST_STEPS = 1000
+
+# What a function may not do if it is called in advance: change something outside itself.
+CHANGES = frozenset(("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR"))
+
+HALVES = 16  # how many points are computed in each half of the run
+
+
+class Failure(NamedTuple):
+    """A scheduler raises an error before the run ends."""
+
+    step: int  # the first index of a step whose rate it cannot set
+    error: Exception
+
+
+class Rates(NamedTuple):
+    """The rates of the first parameter group, from the first step to the last one."""
+
+    landmarks: dict[str, float]
+    first_half: list[float]
+    second_half: list[float]
+
+
+class Preview:
+    """Copies of the schedulers of an optimizer, as the user's code has made them."""
+
+    def __init__(self, schedulers: Sequence[LRScheduler], optimizer: torch.optim.Optimizer):
+        """Raise an exception of any kind if they cannot be copied. Ask `can_be_previewed` first."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._optimizer = types.SimpleNamespace(
+            param_groups=copy.deepcopy(groups), defaults=dict(optimizer.defaults), step=None
+        )
+        self._functions = _functions(schedulers)
+        self._schedulers = self._copied(list(schedulers), {id(optimizer): self._optimizer})
+
+        # Two schedulers of one optimizer change its rate one after the other.
+        self._is_direct = len(self._schedulers) == 1 and _is_direct(self._schedulers[0])
+
+    def look(self, steps: int) -> Rates | Failure | None:
+        """Return the rates of a run of so many steps. None if they cannot be computed, or not in a few milliseconds."""
+        last = steps - 1
+        if last < 1 or not (self._is_direct or last <= MOST_STEPS):
+            return None
+
+        half = steps // 2
+        landmarks = {"start": 0, "quarter": steps // 4, "half": half, "end": last}
+        first_half = [half * point // HALVES for point in range(HALVES)]
+        second_half = [half + (last - half) * point // HALVES for point in range(HALVES + 1)]
+        wanted = sorted({*landmarks.values(), *first_half, *second_half})
+
+        with preserve_rng(torch.device("cpu")), warnings.catch_warnings():
+            # torch warns of a step without a step of the optimizer, and of steps by their number.
+            warnings.simplefilter("ignore")
+            found = self._rates(wanted)
+            if isinstance(found, Failure):
+                # A scheduler that cannot even make its first step needs something that the copy lacks.
+                return None if isinstance(self._rates([0, 1]), Failure) else self._first(found)
+
+        return Rates(
+            {name: found[step] for name, step in landmarks.items()},
+            [found[step] for step in first_half],
+            [found[step] for step in second_half],
+        )
+
+    def _rates(self, wanted: Sequence[int]) -> dict[int, float] | Failure:
+        """Return the rates of these steps, in ascending order, by step."""
+        optimizer, schedulers = self._copied((self._optimizer, self._schedulers), {})
+        rates: dict[int, float] = {}
+        done = 0
+
+        for step in wanted:
+            # Stepwise, all steps up to this one; otherwise only this one.
+            for number in range(step if self._is_direct and step else done + 1, step + 1):
+                try:
+                    for scheduler in schedulers:
+                        _step_to(scheduler, number) if self._is_direct else scheduler.step()
+                except Exception as error:  # a function of the user, or torch's own check
+                    return Failure(number, error)
+
+            done = step
+            rates[step] = float(optimizer.param_groups[0]["lr"])
+
+        return rates
+
+    def _first(self, failure: Failure) -> Failure:
+        """Return the first step that fails. Stepwise, it is known already."""
+        works = 1
+        while self._is_direct and failure.step - works > 1:
+            middle = (works + failure.step) // 2
+            found = self._rates([middle])
+            if isinstance(found, Failure):
+                failure = found
+            else:
+                works = middle
+
+        return failure
+
+    def _copied(self, objects: Any, memo: dict[int, Any]) -> Any:
+        """Return a deep copy, except for the user's functions: a method would bring its object with it."""
+        return copy.deepcopy(objects, {id(function): function for function in self._functions} | memo)
+
+
+def can_be_previewed(schedulers: Sequence[LRScheduler]) -> bool:
+    """Return whether copies of these schedulers, which begin at step 0, can be stepped without an effect elsewhere."""
+    known = DIRECT | STEPWISE | {lr_scheduler.SequentialLR}
+    if not all(type(scheduler) in known for scheduler in _with_inner(schedulers)):
+        return False
+
+    begins = all(getattr(scheduler, "last_epoch", 0) == 0 for scheduler in schedulers)
+    return begins and all(map(_changes_nothing, _functions(schedulers)))
+
+
+def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
+    """Yield the schedulers, and those inside them."""
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _with_inner(getattr(scheduler, "_schedulers", ()))
+
+
+def _functions(schedulers: Sequence[LRScheduler]) -> list[Callable[..., Any]]:
+    """Return the functions of the user that the schedulers call."""
+    found: list[Any] = []
+    for scheduler in _with_inner(schedulers):
+        found += [*getattr(scheduler, "lr_lambdas", ()), getattr(scheduler, "_scale_fn_custom", None)]
+
+    return [function for function in found if function is not None]
+
+
+def _changes_nothing(function: Any) -> bool:
+    """Return whether a function seems to change nothing when it is called. An object with `__call__` may do so."""
+    while isinstance(function, functools.partial):
+        function = function.func
+
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return isinstance(function, types.BuiltinFunctionType)
+
+    return not any(instruction.opname in CHANGES for instruction in dis.get_instructions(function))
+
+
+def _is_direct(scheduler: Any) -> bool:
+    if type(scheduler) is lr_scheduler.SequentialLR:
+        return all(map(_is_direct, scheduler._schedulers))
+
+    return type(scheduler) in DIRECT
+
+
+def _step_to(scheduler: Any, step: int) -> None:
+    """Set the rate that a scheduler has after so many steps."""
+    if type(scheduler) is not lr_scheduler.SequentialLR:
+        scheduler.step(step)
+        return
+
+    # The steps of the one that is in force count from where it began.
+    number = bisect_right(scheduler._milestones, step)
+    begin = scheduler._milestones[number - 1] if number else 0
+    _step_to(scheduler._schedulers[number], step - begin)
+
+
+# ---- what looks wrong ----
+
+FALLEN = 1e-6  # of the peak: a rate that trains nothing any more
+DROPPED = 1e-3  # of the peak: where a StepLR ends that drops its rate too often
+
+# What says how long a scheduler takes, as its argument is called.
+LENGTHS: dict[type, str] = {
+    lr_scheduler.CosineAnnealingLR: "T_max",
+    lr_scheduler.CosineAnnealingWarmRestarts: "T_0",
+    lr_scheduler.MultiStepLR: "milestones",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.StepLR: "step_size",
+}
+
+MANY = 4  # an epoch of at least so many steps is not mistaken for a step
+
+
+def sign_of_epochs(schedulers: Sequence[LRScheduler], rates: Rates, steps: int, steps_per_epoch: int | None) -> str:
+    """Return what looks as if the schedulers counted epochs, and what to type; "" if nothing does."""
+    many = steps_per_epoch or 0
+    epochs = math.ceil(steps / many) if many >= MANY else 0
+    peak = max(*rates.first_half, *rates.second_half)
+    for scheduler in _with_inner(schedulers):
+        name, key = type(scheduler).__name__, LENGTHS.get(type(scheduler), "")
+        given = _length(scheduler, key)
+
+        # Many small steps of StepLR are a smooth decay.
+        smooth = key == "step_size" and rates.second_half[-1] > DROPPED * peak
+        if epochs and given and max(given) <= epochs and not smooth:
+            shown, counted = given, [number * many for number in given]
+            if key != "milestones":
+                (shown,), (counted,) = given, counted
+
+            return (
+                f"{name}({key}={shown}) looks as if it counted epochs, of which this run has {epochs}. Lockstep steps "
+                f"it once for every optimizer step: {key}={counted} would be that many epochs of {many} steps"
+            )
+
+    begins, ends = rates.second_half[0], max(rates.second_half)
+    if ends < FALLEN * peak:
+        names = " and ".join(dict.fromkeys(type(scheduler).__name__ for scheduler in schedulers))
+        an_epoch = f" (an epoch has {many})" if many else ""
+        return (
+            f"the learning rate falls from {peak:.3g} to {begins:.3g} in the first half of the run, and stays there: "
+            f"{names} looks as if it counted epochs. Lockstep steps it once for every optimizer step, so let it count "
+            f"steps{an_epoch}, or make it fall more slowly"
+        )
+
+    return ""
+
+
+def _length(scheduler: Any, key: str) -> list[int]:
+    """Return the numbers of steps after which something happens, by this argument of a scheduler."""
+    value = getattr(scheduler, key, None) if key else None
+    if key == "milestones" and value is not None:
+        return sorted(int(step) for step in value)  # a Counter
+
+    return [int(value)] if isinstance(value, int | float) and value else []
