@@ -72,7 +72,8 @@ class Probe:
                     check_total(loss)
 
             computed = self._gradients(loss.total) if gradients else None
-            return Measurement(float(loss.total.detach()), float(detached(loss.weight)), computed)
+            weight = float(detached(loss.weight))
+            return Measurement(float(loss.total.detach()), weight, computed, _metrics(loss))
 
     def _gradients(self, total: Tensor) -> list[Tensor]:
         """Return the gradient of every trainable parameter, or this rank's shard of the summed gradient."""
@@ -147,6 +148,17 @@ class Probe:
             raise Inconclusive(f"the loss draws random numbers in a way that depends on the batch ({names})")
 
         return measured
+
+
+def _metrics(loss: Loss) -> dict[str, float]:
+    """Return the metrics that must be sums: those without a weight of their own. The first step refuses what is none."""
+    metrics = {}
+    for name, value in loss.metrics.items():
+        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if is_number and not torch.is_complex(torch.as_tensor(value)):
+            metrics[name] = float(detached(value))
+
+    return metrics
 
 
 # ---- modes of modules ----
