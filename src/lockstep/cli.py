@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from lockstep import skeletons, targets
 from lockstep.bench import command as bench
 from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
-from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, UserError, code_for_srun, printable
+from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, UserError, code_for_srun, nearest_name, printable
 from lockstep.lab import command as lab
 from lockstep.launch.terminal import point_at_null
 
@@ -59,10 +58,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     end = words.index("--") if "--" in words else len(words)
     options, rest = parser.parse_known_args(words[:end])
     options.script_arguments = words[end + 1 :]
-    trains = options.verb in ("train", "launch")
-    if options.script_arguments and not (trains and targets.is_script(options.target)):
+    runs_target = options.verb in ("train", "launch", "verify")
+    if options.script_arguments and not (runs_target and targets.is_script(options.target)):
         options.parser.error(
-            f"only a script (lockstep train SCRIPT.py) takes arguments after --: {' '.join(words[end:])}"
+            "only a script (lockstep train or verify SCRIPT.py) takes arguments after --: " + " ".join(words[end:])
         )
 
     # Kept for the command that resumes a run.
@@ -122,6 +121,15 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **named)
         self.set_defaults(parser=self)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a word that must be one of a few, such as a verb, and suggest the one that was meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = nearest_name(str(value), map(str, action.choices or ()))
+            error.message += f" (did you mean {near}?)" if near else ""
+            raise
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End the command because of options that it does not have."""
         from lockstep.config.schema import KEYS
@@ -130,11 +138,11 @@ class _Parser(argparse.ArgumentParser):
         for word in unknown:
             option = word.partition("=")[0]
             key = option.lstrip("-").replace("-", "_")
-            near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+            near = nearest_name(option, self._option_string_actions)
             if key in KEYS:
                 hints.append(f"{key} is a setting, without dashes: {key}=VALUE")
             elif near:
-                hints.append(f"did you mean {near[0]}?")
+                hints.append(f"did you mean {near}?")
 
         hint = " ".join(hints) or "settings are written key=value"
         self.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
@@ -387,7 +395,7 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     layers = read_layers(options.config, overrides)
     asked = VerifyOptions.parse(options.worlds, options.strategies, options.splits, options.steps, options.exact)
-    return command.main(options.target, layers, asked, options.json)
+    return command.main(options.target, layers, asked, options.json, options.script_arguments)
 
 
 def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:

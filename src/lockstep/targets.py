@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast, get_args, get_origin, get_type_hints
 
 import lockstep
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import ConfigError, UserError, nearest_name
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -91,11 +90,11 @@ def check(target: str) -> None:
 
         _check_class(path, class_name)
     elif target not in recipes():
-        near = difflib.get_close_matches(target, recipes(), n=1)
+        near = nearest_name(target, recipes())
         raise UserError(
             f"the target {target} is not a recipe",
             f"the recipes are {', '.join(recipes())}",
-            f"use {near[0]}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
+            f"use {near}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
         )
 
 
@@ -161,12 +160,12 @@ def _check_class(path: str, class_name: str) -> None:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         tasks = _task_names(Path(path).read_text())
 
-        near = difflib.get_close_matches(class_name, tasks or classes, n=1)
+        near = nearest_name(class_name, tasks or classes)
         found = f"its tasks are {', '.join(tasks)}" if tasks else f"its classes are {', '.join(classes)}"
         raise UserError(
             f"the file {path} has no class {class_name}",
             found if classes else "it has no class",
-            f"use {path}:{near[0] if near else 'MyTask'}",
+            f"use {path}:{near or 'MyTask'}",
         )
 
     missing = [] if "*" in bound else _certainly_missing(tree, class_name)
@@ -303,11 +302,11 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
     if isinstance(value, type):
         return _lacks(path, class_name, [name for name in CONTRACT if not hasattr(value, name)], tasks)
 
-    near = difflib.get_close_matches(class_name, tasks, n=1)
+    near = nearest_name(class_name, tasks)
     return UserError(
         f"the file {path} has no class {class_name}",
         f"its tasks are {', '.join(tasks)}" if tasks else "it has no task",
-        f"use {path}:{near[0] if near else 'MyTask'}",
+        f"use {path}:{near or 'MyTask'}",
     )
 
 
@@ -436,12 +435,12 @@ def _converted(value: Any, wanted: Any) -> Any:
 
 
 def _unknown_option(kind: type[Any], key: str, names: list[str]) -> UserError:
-    near = difflib.get_close_matches(key, names, n=1)
+    near = nearest_name(key, names)
     known = ", ".join(f"task.{name}" for name in names) or "none"
     return UserError(
         f"task.{key} is not an option of {kind.__name__}",
         f"its options are {known}",
-        f"set task.{near[0]}=..." if near else f"leave task.{key} out",
+        f"set task.{near}=..." if near else f"leave task.{key} out",
     )
 
 

@@ -165,7 +165,10 @@ def _reason_to_skip(samples: Samples | None) -> str:
 def _measure_and_judge(
     run: CheckedRun, task: Any, samples: Samples | None
 ) -> tuple[Cause | None, Measurement | None, str]:
-    """Return the cause that this rank found, its first measurement, and why the check was inconclusive ("" if not)."""
+    """Return the cause that this rank found, its first measurement, and why the check was inconclusive.
+
+    The reason is "" if it was conclusive, or if the first step will raise an error with it.
+    """
     reason = _reason_to_skip(samples)
     if reason:
         return None, None, reason
@@ -188,7 +191,9 @@ def _measure_and_judge(
             run.whole_batches(),
         ):
             cause, measured = _judge(run, probe, snapshot, samples, tuple(getattr(task, "changing_buffers", ())))
-    except (Inconclusive, RanksDiffer) as error:
+    except Inconclusive as error:
+        reason = "" if error.recurs else str(error)
+    except RanksDiffer as error:
         reason = str(error)
     finally:
         snapshot.restore()
@@ -272,17 +277,18 @@ def _measure_first(run: CheckedRun, probe: Probe, make_batch: Callable[[], Any])
     if run.runtime.world.alone or not run.driver.role.replicated:
         return probe.measure(make_batch, gradients=False)
 
-    measured, reason = None, ""
+    measured, own = None, None
     try:
         measured = probe.measure(make_batch, gradients=False)
     except Inconclusive as error:
-        reason = str(error)
+        own = error
 
     # If one rank cannot measure, no rank does.
-    reasons = run.runtime.collectives.all_gather_json(reason)
-    if measured is None or any(reasons):
-        raise Inconclusive(next(filter(None, reasons)))
+    reasons = run.runtime.collectives.all_gather_json(str(own) if own else "")
+    if own or any(reasons):
+        raise own or Inconclusive(next(filter(None, reasons)))
 
+    assert measured is not None
     return measured
 
 

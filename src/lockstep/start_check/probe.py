@@ -32,6 +32,11 @@ from lockstep.task import Loss
 class Inconclusive(Exception):
     """The loss cannot be judged. The message tells the user why."""
 
+    def __init__(self, reason: str, recurs: bool = False):
+        """`recurs`: the first step will raise an error that says so, whatever its samples."""
+        super().__init__(reason)
+        self.recurs = recurs
+
 
 @dataclass
 class Probe:
@@ -69,7 +74,7 @@ class Probe:
                     loss = self.loss_fn(run.driver.model, batch)
 
                 if torch.is_grad_enabled():
-                    check_total(loss)
+                    _check_total(loss)
 
             computed = self._gradients(loss.total) if gradients else None
             weight = float(detached(loss.weight))
@@ -148,6 +153,13 @@ class Probe:
             raise Inconclusive(f"the loss draws random numbers in a way that depends on the batch ({names})")
 
         return measured
+
+
+def _check_total(loss: Loss) -> None:
+    try:
+        check_total(loss)
+    except UserError as error:
+        raise Inconclusive(error.problem, recurs=True) from error
 
 
 def _metrics(loss: Loss) -> dict[str, float]:
