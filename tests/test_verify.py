@@ -168,7 +168,7 @@ def test_a_script_with_its_own_loop(runner: Runner) -> None:
     assert verify(str(ZOO / "own_loop.py"), [], QUICK, runner).passed
 
 
-WITH_ARGUMENTS = """
+WITH_ARGUMENTS = """# The other file calls lockstep.start().
 import argparse, runpy
 parser = argparse.ArgumentParser()
 parser.add_argument("--loop", required=True)

@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
 
     config = verbs.add_parser("config", help="show every setting of a target and where its value comes from")
     config.add_argument("action", choices=["show"], help="print the settings")
-    _add_target(config)
+    _add_target(config, scripts=False)
     config.add_argument("--changed", action="store_true", help="only the settings that differ from their defaults")
 
     _add_runs(verbs)
@@ -211,8 +211,9 @@ def _add_runs(verbs: Any) -> None:
     _add_store(rm)
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py")
+def _add_target(parser: argparse.ArgumentParser, scripts: bool = True) -> None:
+    kinds = "FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py" if scripts else "FILE.py:CLASS, or MODULE:CLASS"
+    parser.add_argument("target", metavar="TARGET", help=f"a recipe's name, {kinds}")
     # Without a default, argparse would call the settings required.
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3"
@@ -254,7 +255,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="RUN|FILE", help="a run, a checkpoint, or a file of weights")
-    _add_target(parser)
+    _add_target(parser, scripts=False)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
     chosen.add_argument("--best", action="store_true", help="the run's best checkpoint, by checkpoint.best")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 from unicodedata import category
 
@@ -226,6 +227,32 @@ def unknown_name(key: str, name: object, known: Iterable[str], is_list: bool = F
 def plural(count: int, one: str, many: str = "") -> str:
     """Return "1 rank" or "2 ranks"; `many` is for what needs more than an s."""
     return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra of this package, from where the package itself has come."""
+    # Here, because every command imports this module.
+    import json
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
+    # An installation from an index has no such file.
+    try:
+        origin = json.loads(metadata.distribution("lockstep-train").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {}
+
+    # A checkout. With -e a change of its files needs no further installation.
+    if "dir_info" in origin:
+        folder = Path(unquote(urlsplit(origin["url"]).path))
+        place = "." if folder == Path.cwd() else folder
+        option = "-e " if origin["dir_info"].get("editable") else ""
+        return f"pip install {option}'{place}[{extra}]'"
+
+    if "vcs_info" in origin:
+        return f"pip install 'lockstep-train[{extra}] @ {origin['vcs_info']['vcs']}+{origin['url']}'"
+
+    return f"pip install 'lockstep-train[{extra}]'"
 
 
 # More ranks than this are listed as ranges, and no more ranges than this.

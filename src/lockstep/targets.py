@@ -122,12 +122,32 @@ def _check_file(target: str, file: Path) -> None:
         )
 
 
+def _parsed(path: str) -> ast.Module:
+    """Return the syntax tree of a file, or raise an error that names the line that is no Python."""
+    try:
+        return ast.parse(Path(path).read_bytes())
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise UserError(
+            f"the file {path} cannot be loaded: line {error.lineno}: {error.msg}", line, f"correct line {error.lineno}"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"the file {path} cannot be loaded: {error}", "", "save it as text") from None
+
+
+def _use_a_task(path: str) -> str:
+    """Return the beginning of an advice: the tasks of a file, if it has any."""
+    tasks = [f"{path}:{name}" for name in _task_names(_parsed(path))]
+    return f"use {' or '.join(tasks)}, or " if tasks else ""
+
+
 def _check_script(target: str) -> None:
     """Refuse a script that would do nothing: most often a file with a task, typed without its class."""
+    tree = _parsed(target)
     source = Path(target).read_text()
     # Crude, but it never refuses a script that trains, however it imported the two functions.
     if "start(" not in source and "fit(" not in source:
-        tasks = [f"{target}:{name}" for name in _task_names(source)]
+        tasks = [f"{target}:{name}" for name in _task_names(tree)]
         raise UserError(
             f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
             "",
@@ -137,10 +157,7 @@ def _check_script(target: str) -> None:
 
 def _check_class(path: str, class_name: str) -> None:
     """Refuse a class that the file cannot have. What the name stands for is known only when the file is imported."""
-    try:
-        tree = ast.parse(Path(path).read_text())
-    except (SyntaxError, ValueError):
-        return  # the import shows the line
+    tree = _parsed(path)
 
     # Crude, but it never refuses a class that the file has, however it got it: a name that is bound anywhere counts.
     bound: set[str] = set()
@@ -158,7 +175,7 @@ def _check_class(path: str, class_name: str) -> None:
 
     if bound.isdisjoint({class_name, "*", "__getattr__"}):
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-        tasks = _task_names(Path(path).read_text())
+        tasks = _task_names(tree)
 
         near = nearest_name(class_name, tasks or classes)
         found = f"its tasks are {', '.join(tasks)}" if tasks else f"its classes are {', '.join(classes)}"
@@ -170,7 +187,7 @@ def _check_class(path: str, class_name: str) -> None:
 
     missing = [] if "*" in bound else _certainly_missing(tree, class_name)
     if missing:
-        raise _lacks(path, class_name, missing, _task_names(Path(path).read_text()))
+        raise _lacks(path, class_name, missing, _task_names(tree))
 
 
 def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
@@ -229,17 +246,12 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _task_names(source: str) -> list[str]:
-    """Return the names of the classes in `source` that are derived from Task, without importing it."""
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:
-        return []
-
+def _task_names(tree: ast.Module) -> list[str]:
+    """Return the names of the classes of a file that are derived from Task, without importing it."""
     # Derived from Task, with or without a module before it, or from a class above that is.
     tasks = ["Task"]
 
-    for node in body:
+    for node in tree.body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
             if not set(tasks).isdisjoint(bases):
@@ -257,7 +269,7 @@ def load_class(target: str) -> type[Any]:
         raise UserError(
             f"the configuration of the script {target} is known only when it runs",
             "",
-            f"use {target}:CLASS, or look at config.yaml in its run folder",
+            f"{_use_a_task(target)}look at config.yaml in the folder of one of its runs",
         )
 
     path, colon, class_name = target.rpartition(":")

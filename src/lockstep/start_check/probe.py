@@ -163,7 +163,7 @@ def _check_total(loss: Loss) -> None:
 
 
 def _metrics(loss: Loss) -> dict[str, float]:
-    """Return the metrics that must be sums: those without a weight of their own. The first step refuses what is none."""
+    """Return the metrics that must be sums, those without a weight of their own; what is no number is left out."""
     metrics = {}
     for name, value in loss.metrics.items():
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)

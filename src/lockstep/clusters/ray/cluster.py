@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from lockstep.clusters.ray.agent import AgentReport, NodeAgent
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError, pip_install, plural
 
 # How long the address of a cluster may take to accept a connection.
 CONNECT_S = 10.0
@@ -177,7 +177,7 @@ class RayCluster:
             raise UserError(
                 "lockstep launch ray --submit needs Ray",
                 "it is not installed here",
-                "pip install 'lockstep-train[ray]'",
+                pip_install("ray"),
             ) from None
 
         if address.startswith("ray://"):
