@@ -361,7 +361,7 @@ def fit(
 
     name = _run_name(task)
     if is_rank:
-        with _resume_hint(resume_command or _advice_unless_launched()):
+        with _resume_hint(resume_command or _advice_unless_launched("fit")):
             return _fit_here(task, resolved, name, callbacks)
 
     asked, resume = resolved.config.run_dir, resolved.config.resume
@@ -382,7 +382,7 @@ def fit(
             count,
             run_dir_was_chosen=not asked,
             goes_back_to=choose_start(resume, run_dir).goes_back_to,
-            resume_command=(resume_command or _advice_for_code)(run_dir),
+            resume_command=(resume_command or _advice_for("fit"))(run_dir),
         )
         _raise_unless_done(_launch(job).ending, run_dir, count, Path(path).parent)
 
@@ -489,7 +489,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
             )
 
     name = kernel.notebook_name() or Path(sys.argv[0]).stem or "run"
-    with _resume_hint(_advice_unless_launched()), running(resolved, name) as builder:
+    with _resume_hint(_advice_unless_launched("start")), running(resolved, name) as builder:
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -665,15 +665,15 @@ def make_resume_command(command: Sequence[str], arguments: Sequence[str], resume
     return command_for
 
 
-def _advice_for_code(run_dir: Path) -> str:
-    """Return the arguments with which a script resumes this run."""
-    return f'run_dir="{run_dir}", resume="auto"'
+def _advice_for(call: str) -> ResumeCommand:
+    """Return a function that returns the call, `fit` or `start`, with which a script resumes a run."""
+    return lambda run_dir: f'lockstep.{call}(..., run_dir="{run_dir}", resume="auto")'
 
 
-def _advice_unless_launched() -> ResumeCommand | None:
+def _advice_unless_launched(call: str) -> ResumeCommand | None:
     """Return the advice for a script, or None if `lockstep train` or our launcher says what to type."""
     launched = LAYERS in os.environ or attempt_folder.current() is not None
-    return None if launched else _advice_for_code
+    return None if launched else _advice_for(call)
 
 
 @contextmanager
