@@ -264,7 +264,7 @@ class OwnReturn(MLP):
 
 @pytest.mark.parametrize("kind", ["tensor", "no gradient"])
 def test_a_loss_that_training_refuses_is_named_once(tmp_path: Any, kind: str) -> None:
-    with pytest.raises(UserError, match="it returned a Tensor|one number with a gradient"):
+    with pytest.raises(UserError, match=r"it returned a Tensor|one number with a gradient"):
         train(OwnReturn(kind), tmp_path, global_batch=8)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert "note" not in [event["event"] for event in events]
