@@ -29,6 +29,8 @@ $(READY_DEV): $(READY)
 
 demo: $(READY)
 	$(BIN)/lockstep train char_lm --nproc auto
+	@echo
+	@echo "For the commands of the README: source $(BIN)/activate"
 
 # The course: what it needs (matplotlib on top), and then the first steps.
 lab: $(READY_LAB)

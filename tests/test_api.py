@@ -277,7 +277,7 @@ def test_a_script_is_told_once_how_to_resume(monkeypatch, tmp_path, capsys, by_l
         monkeypatch.setenv(api.LAYERS, "[]")
     with pytest.raises(Preempted):
         fit(WithPreset(), steps=4, global_batch=1)
-    said = "" if by_lockstep else f'lockstep: to resume: run_dir="{tmp_path}", resume="auto"\n'
+    said = "" if by_lockstep else f'lockstep: to resume: lockstep.fit(..., run_dir="{tmp_path}", resume="auto")\n'
     assert capsys.readouterr().err == said
 
 

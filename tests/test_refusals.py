@@ -30,7 +30,8 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.apply import make_compiler
+from lockstep.parallel.apply import only_if_it_pays
+from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.driver import DriverSetup
 from lockstep.parallel.mesh import Mesh
 from lockstep.parallel.micro_batches import SingleDriver
@@ -642,6 +643,7 @@ DATA = {
         {"data.balance": "length"}, "is a Stream", "before they are read", "leave data.balance", Asked(samples=Stream())
     ),
     "a number": Row({}, "a int can neither be indexed nor iterated", "", "torch Dataset", Asked(samples=5)),
+    "no data": Row({"epochs": 2.0, "steps": None}, "data is None", "", "run.steps", Asked(samples=None)),
     "no length": Row(
         {}, "data cannot be read: a NoLength has no __len__", "", "torch Dataset", Asked(samples=NoLength())
     ),
@@ -870,7 +872,8 @@ def test_compile_auto_says_when_nothing_is_measured(values: dict[str, Any], word
     with start(World(), config) as runtime:
         config = resolve([("test", values)]).config
         driver = SingleDriver(nn.Linear(2, 2), DriverSetup(config, runtime, precision))
-        driver.parts.add(make_compiler(driver, config, runtime, precision, log_nothing))
+        pays = only_if_it_pays(config, precision)
+        driver.parts.add(Compiler(driver, config, log_nothing, pays, precision.loses_bits, None))
 
     assert words in _compile(driver, Mesh({"dp": 1, "tp": 1, "pp": 1}, rank=0))
 

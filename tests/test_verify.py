@@ -200,6 +200,27 @@ def test_a_script_with_its_own_loop(runner: Runner) -> None:
     assert verify(str(ZOO / "own_loop.py"), [], QUICK, runner).passed
 
 
+WITH_ARGUMENTS = """# The other file calls lockstep.start().
+import argparse, runpy
+parser = argparse.ArgumentParser()
+parser.add_argument("--loop", required=True)
+runpy.run_path(parser.parse_args().loop, run_name="__main__")
+"""
+
+
+def test_a_script_gets_its_arguments(runner: Runner, tmp_path: Path) -> None:
+    script = tmp_path / "with_arguments.py"
+    script.write_text(WITH_ARGUMENTS)
+    arguments = ["--loop", str(ZOO / "own_loop.py")]
+    assert verify(str(script), [], replace(QUICK, worlds=(1, 2)), runner, arguments).passed
+
+    # Without them argparse ends the script, in any layout.
+    with pytest.raises(UserError, match=r"with_arguments\.py does not take the arguments") as refused:
+        verify(str(script), [], QUICK, runner)
+    assert refused.value.found == "no arguments: the following arguments are required: --loop"
+    assert f"{script} -- --name value" in refused.value.fix
+
+
 @pytest.mark.parametrize(
     ("broken", "cause", "fix", "kind"),
     [

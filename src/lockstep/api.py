@@ -6,11 +6,13 @@ imported only by a process that trains.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -217,11 +219,12 @@ def _describe_exit(ending: JobEnd) -> str:
     """`exit code 1 (never restart): rank 1: SIGKILL: killed from outside`, for the log of a platform."""
     code = ExitCode(ending.code)
     why = "it was preempted by a signal" if code == ExitCode.RESTART else code.meaning
-    if failure := ending.failure:
-        # All ranks refuse the same mistake of the user: it does not matter which of them was first.
-        refused = failure.kind == UserError.__name__
+    failure = ending.failure
+
+    # A mistake of the user was shown in the lines above, with what to do.
+    if failure and not (code == ExitCode.REFUSED and failure.for_user):
         rank = f"rank {failure.rank}: " if failure.rank is not None else ""
-        why = (failure.message if refused else f"{rank}{failure.kind}: {failure.message}").partition("\n")[0]
+        why = f"{rank}{failure.kind}: {failure.message}".partition("\n")[0]
 
     return f"exit code {ending.code} ({code.advice}): {why}"
 
@@ -243,7 +246,18 @@ def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) 
         os.environ[LAYERS] = json.dumps(layers)
         targets.put_on_path(Path(target))
         sys.argv = [target, *arguments]
-        runpy.run_path(target, run_name="__main__")
+        try:
+            runpy.run_path(target, run_name="__main__")
+        except SystemExit as ending:
+            if refusal := _argparse_error(ending):
+                raise UserError(
+                    f"the script {target} does not take the arguments that it got",
+                    f"{shlex.join(arguments) or 'no arguments'}: {refusal}",
+                    f"give the script's own arguments after --, as in: {target} -- --name value; "
+                    f"python {target} --help lists them",
+                ) from None
+            raise
+
         return
 
     task_class = targets.load_class(target)
@@ -252,6 +266,15 @@ def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) 
 
     # The task is made last: its constructor may take a while, and a misspelt key is reported before that.
     _fit_here(targets.make_task(task_class, resolved.config.task), resolved, targets.name_of(target))
+
+
+def _argparse_error(ending: SystemExit) -> str:
+    """Return what argparse has refused, if it ended the script; else ""."""
+    for frame, _ in traceback.walk_tb(ending.__traceback__):
+        if frame.f_code is argparse.ArgumentParser.error.__code__:
+            return str(frame.f_locals["message"])
+
+    return ""
 
 
 def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, ...] = ()) -> list[Layer]:
@@ -338,7 +361,7 @@ def fit(
 
     name = _run_name(task)
     if is_rank:
-        with _resume_hint(resume_command or _advice_unless_launched()):
+        with _resume_hint(resume_command or _advice_unless_launched("fit")):
             return _fit_here(task, resolved, name, callbacks)
 
     asked, resume = resolved.config.run_dir, resolved.config.resume
@@ -359,7 +382,7 @@ def fit(
             count,
             run_dir_was_chosen=not asked,
             goes_back_to=choose_start(resume, run_dir).goes_back_to,
-            resume_command=(resume_command or _advice_for_code)(run_dir),
+            resume_command=(resume_command or _advice_for("fit"))(run_dir),
         )
         _raise_unless_done(_launch(job).ending, run_dir, count, Path(path).parent)
 
@@ -466,7 +489,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
             )
 
     name = kernel.notebook_name() or Path(sys.argv[0]).stem or "run"
-    with _resume_hint(_advice_unless_launched()), running(resolved, name) as builder:
+    with _resume_hint(_advice_unless_launched("start")), running(resolved, name) as builder:
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -647,15 +670,15 @@ def make_resume_command(command: Sequence[str], arguments: Sequence[str], resume
     return command_for
 
 
-def _advice_for_code(run_dir: Path) -> str:
-    """Return the arguments with which a script resumes this run."""
-    return f'run_dir="{run_dir}", resume="auto"'
+def _advice_for(call: str) -> ResumeCommand:
+    """Return a function that returns the call, `fit` or `start`, with which a script resumes a run."""
+    return lambda run_dir: f'lockstep.{call}(..., run_dir="{run_dir}", resume="auto")'
 
 
-def _advice_unless_launched() -> ResumeCommand | None:
+def _advice_unless_launched(call: str) -> ResumeCommand | None:
     """Return the advice for a script, or None if `lockstep train` or our launcher says what to type."""
     launched = LAYERS in os.environ or attempt_folder.current() is not None
-    return None if launched else _advice_for_code
+    return None if launched else _advice_for(call)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from lockstep import skeletons, targets
 from lockstep.bench import command as bench
 from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
-from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, UserError, code_for_srun, printable
+from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, UserError, code_for_srun, nearest_name, printable
 from lockstep.lab import command as lab
 from lockstep.launch.terminal import point_at_null
 
@@ -59,10 +58,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     end = words.index("--") if "--" in words else len(words)
     options, rest = parser.parse_known_args(words[:end])
     options.script_arguments = words[end + 1 :]
-    trains = options.verb in ("train", "launch")
-    if options.script_arguments and not (trains and targets.is_script(options.target)):
+    runs_target = options.verb in ("train", "launch", "verify")
+    if options.script_arguments and not (runs_target and targets.is_script(options.target)):
         options.parser.error(
-            f"only a script (lockstep train SCRIPT.py) takes arguments after --: {' '.join(words[end:])}"
+            "only a script (lockstep train or verify SCRIPT.py) takes arguments after --: " + " ".join(words[end:])
         )
 
     # Kept for the command that resumes a run.
@@ -123,6 +122,15 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **named)
         self.set_defaults(parser=self)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a word that must be one of a few, such as a verb, and suggest the one that was meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = nearest_name(str(value), map(str, action.choices or ()))
+            error.message += f" (did you mean {near}?)" if near else ""
+            raise
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End the command because of options that it does not have."""
         from lockstep.config.schema import KEYS
@@ -131,11 +139,11 @@ class _Parser(argparse.ArgumentParser):
         for word in unknown:
             option = word.partition("=")[0]
             key = option.lstrip("-").replace("-", "_")
-            near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+            near = nearest_name(option, self._option_string_actions)
             if key in KEYS:
                 hints.append(f"{key} is a setting, without dashes: {key}=VALUE")
             elif near:
-                hints.append(f"did you mean {near[0]}?")
+                hints.append(f"did you mean {near}?")
 
         hint = " ".join(hints) or "settings are written key=value"
         self.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
@@ -168,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
 
     config = verbs.add_parser("config", help="show every setting of a target and where its value comes from")
     config.add_argument("action", choices=["show"], help="print the settings")
-    _add_target(config)
+    _add_target(config, scripts=False)
     config.add_argument("--changed", action="store_true", help="only the settings that differ from their defaults")
 
     _add_runs(verbs)
@@ -204,8 +212,9 @@ def _add_runs(verbs: Any) -> None:
     _add_store(rm)
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py")
+def _add_target(parser: argparse.ArgumentParser, scripts: bool = True) -> None:
+    kinds = "FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py" if scripts else "FILE.py:CLASS, or MODULE:CLASS"
+    parser.add_argument("target", metavar="TARGET", help=f"a recipe's name, {kinds}")
     # Without a default, argparse would call the settings required.
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3"
@@ -247,7 +256,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="RUN|FILE", help="a run, a checkpoint, or a file of weights")
-    _add_target(parser)
+    _add_target(parser, scripts=False)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
     chosen.add_argument("--best", action="store_true", help="the run's best checkpoint, by checkpoint.best")
@@ -388,7 +397,7 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     layers = read_layers(options.config, overrides)
     asked = VerifyOptions.parse(options.worlds, options.strategies, options.splits, options.steps, options.exact)
-    return command.main(options.target, layers, asked, options.json)
+    return command.main(options.target, layers, asked, options.json, options.script_arguments)
 
 
 def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:

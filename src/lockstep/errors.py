@@ -7,8 +7,9 @@ ordinary exceptions; they keep their traceback.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 from unicodedata import category
 
@@ -184,10 +185,41 @@ def some_names(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + rest
 
 
+def likeness(typed: str, name: str) -> float:
+    """Return how much a name is like what was typed: from 0 to 1, and above 1 if at most one letter was mistyped."""
+    typed, name = typed.casefold(), name.casefold()
+    ratio = SequenceMatcher(None, typed, name).ratio()
+    if typed == name:
+        return 3 + ratio
+
+    # A wrong letter, or two in the wrong order, are likelier than a letter too many: dpp is ddp, not pp.
+    # Of one or two letters no slip leaves enough.
+    is_slip = min(len(typed), len(name)) >= 2 and max(len(typed), len(name)) >= 3 and _is_one_slip(typed, name)
+    return 1 + (len(typed) == len(name)) + ratio if is_slip else ratio
+
+
+def _is_one_slip(typed: str, name: str) -> bool:
+    """Return whether one letter is missing, superfluous or wrong, or two that follow each other were swapped."""
+    shorter, longer = sorted((typed, name), key=len)
+    start = next((at for at, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))
+    one, other = shorter[start:], longer[start:]
+
+    if len(one) < len(other):
+        return one == other[1:]
+
+    return one[1:] == other[1:] or (one[:2] == other[1::-1] and one[2:] == other[2:])
+
+
+def nearest_name(typed: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that is most like what was typed; None if none is as like as `cutoff`. With 0, one always is."""
+    best = max(names, key=lambda name: likeness(typed, name), default=None)
+    return best if best is not None and likeness(typed, best) >= cutoff else None
+
+
 def unknown_name(key: str, name: object, known: Iterable[str], is_list: bool = False) -> UserError:
     """Return the error for a setting whose value is not one of the `known` names, or not a list of them."""
     names = list(known)
-    (nearest,) = get_close_matches(str(name), names, n=1, cutoff=0.0)
+    nearest = nearest_name(str(name), names, cutoff=0.0)
     found, fix = (f"[{name}]", f"[{nearest}]") if is_list else (name, nearest)
     return UserError(f"{key}={found} is not known", f"{key} takes {', '.join(names)}", f"set {key}={fix}")
 
@@ -195,6 +227,32 @@ def unknown_name(key: str, name: object, known: Iterable[str], is_list: bool = F
 def plural(count: int, one: str, many: str = "") -> str:
     """Return "1 rank" or "2 ranks"; `many` is for what needs more than an s."""
     return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra of this package, from where the package itself has come."""
+    # Here, because every command imports this module.
+    import json
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
+    # An installation from an index has no such file.
+    try:
+        origin = json.loads(metadata.distribution("lockstep-train").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {}
+
+    # A checkout. With -e a change of its files needs no further installation.
+    if "dir_info" in origin:
+        folder = Path(unquote(urlsplit(origin["url"]).path))
+        place = "." if folder == Path.cwd() else folder
+        option = "-e " if origin["dir_info"].get("editable") else ""
+        return f"pip install {option}'{place}[{extra}]'"
+
+    if "vcs_info" in origin:
+        return f"pip install 'lockstep-train[{extra}] @ {origin['vcs_info']['vcs']}+{origin['url']}'"
+
+    return f"pip install 'lockstep-train[{extra}]'"
 
 
 # More ranks than this are listed as ranges, and no more ranges than this.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.config import RunConfig, ScalerConfig
-from lockstep.errors import UserError
+from lockstep.errors import UserError, pip_install
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,7 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
     _refuse_sharded_layers(config)
 
     if find_spec("torchao") is None:
-        raise UserError(
-            "precision=fp8 cannot be used: torchao is not installed", "", "pip install 'lockstep-train[fp8]'"
-        )
+        raise UserError("precision=fp8 cannot be used: torchao is not installed", "", pip_install("fp8"))
 
     if config.compile is False:
         raise UserError(

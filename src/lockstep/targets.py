@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast, get_args, get_origin, get_type_hints
 
 import lockstep
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import ConfigError, UserError, nearest_name
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -91,11 +90,11 @@ def check(target: str) -> None:
 
         _check_class(path, class_name)
     elif target not in recipes():
-        near = difflib.get_close_matches(target, recipes(), n=1)
+        near = nearest_name(target, recipes())
         raise UserError(
             f"the target {target} is not a recipe",
             f"the recipes are {', '.join(recipes())}",
-            f"use {near[0]}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
+            f"use {near}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
         )
 
 
@@ -123,12 +122,32 @@ def _check_file(target: str, file: Path) -> None:
         )
 
 
+def _parsed(path: str) -> ast.Module:
+    """Return the syntax tree of a file, or raise an error that names the line that is no Python."""
+    try:
+        return ast.parse(Path(path).read_bytes())
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise UserError(
+            f"the file {path} cannot be loaded: line {error.lineno}: {error.msg}", line, f"correct line {error.lineno}"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"the file {path} cannot be loaded: {error}", "", "save it as text") from None
+
+
+def _use_a_task(path: str) -> str:
+    """Return the beginning of an advice: the tasks of a file, if it has any."""
+    tasks = [f"{path}:{name}" for name in _task_names(_parsed(path))]
+    return f"use {' or '.join(tasks)}, or " if tasks else ""
+
+
 def _check_script(target: str) -> None:
     """Refuse a script that would do nothing: most often a file with a task, typed without its class."""
+    tree = _parsed(target)
     source = Path(target).read_text()
     # Crude, but it never refuses a script that trains, however it imported the two functions.
     if "start(" not in source and "fit(" not in source:
-        tasks = [f"{target}:{name}" for name in _task_names(source)]
+        tasks = [f"{target}:{name}" for name in _task_names(tree)]
         raise UserError(
             f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
             "",
@@ -138,10 +157,7 @@ def _check_script(target: str) -> None:
 
 def _check_class(path: str, class_name: str) -> None:
     """Refuse a class that the file cannot have. What the name stands for is known only when the file is imported."""
-    try:
-        tree = ast.parse(Path(path).read_text())
-    except (SyntaxError, ValueError):
-        return  # the import shows the line
+    tree = _parsed(path)
 
     # Crude, but it never refuses a class that the file has, however it got it: a name that is bound anywhere counts.
     bound: set[str] = set()
@@ -159,19 +175,19 @@ def _check_class(path: str, class_name: str) -> None:
 
     if bound.isdisjoint({class_name, "*", "__getattr__"}):
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-        tasks = _task_names(Path(path).read_text())
+        tasks = _task_names(tree)
 
-        near = difflib.get_close_matches(class_name, tasks or classes, n=1)
+        near = nearest_name(class_name, tasks or classes)
         found = f"its tasks are {', '.join(tasks)}" if tasks else f"its classes are {', '.join(classes)}"
         raise UserError(
             f"the file {path} has no class {class_name}",
             found if classes else "it has no class",
-            f"use {path}:{near[0] if near else 'MyTask'}",
+            f"use {path}:{near or 'MyTask'}",
         )
 
     missing = [] if "*" in bound else _certainly_missing(tree, class_name)
     if missing:
-        raise _lacks(path, class_name, missing, _task_names(Path(path).read_text()))
+        raise _lacks(path, class_name, missing, _task_names(tree))
 
 
 def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
@@ -230,17 +246,12 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _task_names(source: str) -> list[str]:
-    """Return the names of the classes in `source` that are derived from Task, without importing it."""
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:
-        return []
-
+def _task_names(tree: ast.Module) -> list[str]:
+    """Return the names of the classes of a file that are derived from Task, without importing it."""
     # Derived from Task, with or without a module before it, or from a class above that is.
     tasks = ["Task"]
 
-    for node in body:
+    for node in tree.body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
             if not set(tasks).isdisjoint(bases):
@@ -258,7 +269,7 @@ def load_class(target: str) -> type[Any]:
         raise UserError(
             f"the configuration of the script {target} is known only when it runs",
             "",
-            f"use {target}:CLASS, or look at config.yaml in its run folder",
+            f"{_use_a_task(target)}look at config.yaml in the folder of one of its runs",
         )
 
     path, colon, class_name = target.rpartition(":")
@@ -303,11 +314,11 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
     if isinstance(value, type):
         return _lacks(path, class_name, [name for name in CONTRACT if not hasattr(value, name)], tasks)
 
-    near = difflib.get_close_matches(class_name, tasks, n=1)
+    near = nearest_name(class_name, tasks)
     return UserError(
         f"the file {path} has no class {class_name}",
         f"its tasks are {', '.join(tasks)}" if tasks else "it has no task",
-        f"use {path}:{near[0] if near else 'MyTask'}",
+        f"use {path}:{near or 'MyTask'}",
     )
 
 
@@ -436,12 +447,12 @@ def _converted(value: Any, wanted: Any) -> Any:
 
 
 def _unknown_option(kind: type[Any], key: str, names: list[str]) -> UserError:
-    near = difflib.get_close_matches(key, names, n=1)
+    near = nearest_name(key, names)
     known = ", ".join(f"task.{name}" for name in names) or "none"
     return UserError(
         f"task.{key} is not an option of {kind.__name__}",
         f"its options are {known}",
-        f"set task.{near[0]}=..." if near else f"leave task.{key} out",
+        f"set task.{near}=..." if near else f"leave task.{key} out",
     )
 
 

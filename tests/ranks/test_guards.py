@@ -343,7 +343,7 @@ def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> Non
 
 
 MISTAKES = [
-    (forgets_apply, ("step 1 ended without step.apply()", "call step.apply()")),
+    (forgets_apply, ("step 1 ended without step.apply()", "call step.apply()", "set micro_batch")),
     (steps_the_optimizer, ("optimizer.step() was called directly", "call step.apply()")),
     (applies_too_early, ("step.apply() was called after 1 of",)),
     (applies_twice, ("step.apply() was called on step 1, which has ended", "once per step")),

@@ -113,11 +113,26 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
         ("config show toy.py:Toi", "use toy.py:Toy"),
         ("launch slurm toy.py:Toi --nproc 2", "use toy.py:Toy"),
         ("launch kubernetes toy.py:Toi --image i --nproc 2", "the file toy.py has no class Toi"),
+        ("trian char_lm", "(did you mean train?)"),
+        ("bench weka char_lm", "(did you mean weak?)"),
+        ("launch slurn char_lm", "(did you mean slurm?)"),
+        ("init clasifier", "(did you mean classifier?)"),
+        ("evaluate nowhere toy.py:Toy", "nothing to evaluate at nowhere: no such file or folder"),
+        ("evaluate nowhere char_lm", "nothing to evaluate at nowhere: no such file or folder"),
+        ("evaluate . loop.py", "cannot evaluate the script loop.py"),
+        ("config show loop.py", "do:    look at config.yaml in the folder of one of its runs"),
+        ("config show both.py", "do:    use both.py:Mine, or look at config.yaml"),
+        ("train bad.py", "the file bad.py cannot be loaded: line 2: '(' was never closed"),
+        ("train bad.py:Toy", "the file bad.py cannot be loaded: line 2: '(' was never closed"),
+        ("verify toy.py:Toy -- --width 4", "only a script (lockstep train or verify SCRIPT.py) takes arguments"),
         ("train char_lm --join 127.0.0.1:29400", "--join 127.0.0.1:29400 needs --nnodes"),
     ],
 )
 def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
     (tmp_path / "toy.py").write_text(toy({}))
+    (tmp_path / "loop.py").write_text("import lockstep\nlockstep.start()\n")
+    (tmp_path / "both.py").write_text("import lockstep\nclass Mine(lockstep.Task): ...\nlockstep.start()\n")
+    (tmp_path / "bad.py").write_text("import lockstep\nlockstep.start(\n")
     result = forked(*typed.split(), folder=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr

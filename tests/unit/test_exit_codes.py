@@ -36,6 +36,8 @@ def test_the_last_line_names_code_and_reason() -> None:
     assert api._describe_exit(JobEnd(1, failure)) == "exit code 1 (never restart): rank 1: SIGKILL: killed"
     lost = Failure.by_launcher(LauncherFailure.NODE, "only 1 node came within 300 s")
     assert api._describe_exit(JobEnd(75, lost)) == "exit code 75 (restart): node: only 1 node came within 300 s"
+    mistake = Failure(1, "host", 0.0, "ConfigError", "no key stepz\n  do:    set steps=1", for_user=True)
+    assert api._describe_exit(JobEnd(2, mistake)) == f"exit code 2 (never restart): {ExitCode.REFUSED.meaning}"
     assert api._describe_exit(JobEnd(75)) == "exit code 75 (restart): it was preempted by a signal"
 
 

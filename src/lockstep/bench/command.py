@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.bench.cores import MEASURE, SIBLINGS, SYSTEM, Cores, find_cores
-from lockstep.errors import ExitCode, UserError, printable
+from lockstep.errors import ExitCode, UserError, pip_install, printable
 
 if TYPE_CHECKING:
     from lockstep.bench.options import BenchOptions
@@ -201,7 +201,7 @@ def _say_without_plots(folder: Path) -> None:
 
     if not plots.available():
         again = shlex.join(["lockstep", "bench", "report", str(folder)])
-        said = f"no plots: matplotlib is not installed; pip install 'lockstep-train[bench]', then {again}"
+        said = f"no plots: matplotlib is not installed; {pip_install('bench')}, then {again}"
         print(printable(f"lockstep: {said}"), file=sys.stderr)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.intervals import ENOUGH
-from lockstep.bench.results import Section, cell, is_estimate, middle, read, table_lines
+from lockstep.bench.results import Result, Section, cell, is_estimate, middle, read, table_lines
 from lockstep.errors import UserError
 
 # The columns that name a row; all others are measurements.
@@ -53,13 +53,22 @@ def compare(before: Path, after: Path) -> str:
     # Only figures that both have measured can be compared.
     by_name = {section.name: section for section in new.sections}
     pairs = [(section, by_name[section.name]) for section in old.sections if section.name in by_name]
+    if not pairs:
+        raise UserError(
+            f"{before} and {after} have nothing in common to compare",
+            f"A has {_names(old)}, B has {_names(new)}",
+            "compare two results of the same kind of `lockstep bench`",
+        )
+
     for one, other in pairs:
         _check_settings(one, other)
         lines += ["", one.title, *_changes(one, other)]
 
-    if not pairs:
-        lines.append("   They have no section in common.")
     return "\n".join(lines)
+
+
+def _names(result: Result) -> str:
+    return ", ".join(section.name for section in result.sections) or "nothing"
 
 
 def _check_settings(old: Section, new: Section) -> None:

@@ -81,6 +81,8 @@ def submit(request: JobRequest, options: argparse.Namespace, files: dict[str, Pa
     if trial.returncode:
         raise _refused(trial.stderr, path)
 
+    # Said before it is done: a job may begin at once, and cost.
+    print(printable(f"lockstep: submitting it: {shlex.join(['sbatch', path])}"), file=sys.stderr, flush=True)
     done = run(["sbatch", "--parsable", path], SUBMIT_S, env)
     if done.returncode:
         raise _refused(done.stderr, path)

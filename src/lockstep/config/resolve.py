@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,7 @@ from lockstep.config.conflicts import EXCLUSIVE, conflicts, exclusive, unused
 from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig
 from lockstep.config.settings import Setting, flatten, typed, walk
 from lockstep.config.yaml_dialect import word
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import ConfigError, UserError, likeness, nearest_name
 
 Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and/or dotted values)
 
@@ -77,10 +76,10 @@ def resolve_for(
             problem = f"the preset {name} sets {choice}, and a preset cannot choose another one"
             problems = [UserError(problem, "", "take the key out of the preset")]
     elif isinstance(name, str):
-        near = get_close_matches(name, presets, 1, 0.0) or ["null"]
+        near = nearest_name(name, presets, cutoff=0.0) or "null"
         problem = f"preset = {name} ({source}) is not a preset of the task"
         known = f"its presets are {', '.join(presets)}" if presets else "it has no presets"
-        problems = [UserError(problem, known, f"set preset={near[0]}")]
+        problems = [UserError(problem, known, f"set preset={near}")]
 
     return resolve([*weakest, *layers], problems)
 
@@ -255,11 +254,11 @@ def nearest(key: str, names: Collection[str]) -> list[str]:
     """Return the names most like `key`, if any is like it: lr.warmup for `warmpu`."""
 
     # With and without the section: `log.warmup` is like lr.warmup, and `lr.peek` like lr.peak.
-    def likeness(name: str) -> float:
+    def likeness_of(name: str) -> float:
         pairs = ((key, name), (key.rsplit(".", 1)[-1], name.rsplit(".", 1)[-1]))
-        return max(SequenceMatcher(None, a.casefold(), b).ratio() for a, b in pairs)
+        return max(likeness(a, b) for a, b in pairs)
 
-    scores = {name: likeness(name) for name in names}
+    scores = {name: likeness_of(name) for name in names}
     best = max(scores.values())
     return [name for name, score in scores.items() if score == best >= 0.6]
 
@@ -304,7 +303,7 @@ def _meant(setting: Setting, expected: str) -> Any:
     text = str(setting.value).casefold()
 
     # The first guess that is valid: another tool's word, a typo, the text as a number, 1e5 as an integer.
-    guesses = [_WORDS.get(text), *get_close_matches(text, re.findall(r"'([\w-]+)'", expected), 1), value]
+    guesses = [_WORDS.get(text), nearest_name(text, re.findall(r"'([\w-]+)'", expected)), value]
     if isinstance(value, float) and value.is_integer():
         guesses.append(int(value))
 

@@ -48,7 +48,11 @@ class SourceOptions:
     def pins_memory(self) -> bool:
         """True if batches are put into pinned memory, from which a copy to a GPU does not block the host."""
         pin_memory = self.config.pin_memory
-        return self.device.type == "cuda" if pin_memory == "auto" else pin_memory
+        if pin_memory == "auto":
+            return self.device.type == "cuda"
+
+        # As asked, but without an accelerator there is nothing to pin for, and torch would warn of it.
+        return pin_memory and (self.device.type != "cpu" or torch.accelerator.is_available())
 
     @property
     def pins_here(self) -> bool:

@@ -6,7 +6,7 @@ saved. An option that Lockstep cannot honour is refused, not dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,19 @@ from lockstep.errors import UserError
 
 Collate = Callable[[list[Any]], Any]
 
+# The settings that say how large a batch is. A run has set one of them.
+BATCHES = ("global_batch", "local_batch")
+
+# The options of a DataLoader that become settings.
+OPTIONS = {
+    **dict.fromkeys(BATCHES, "batch_size"),
+    "data.shuffle": "shuffle",
+    "tail": "drop_last",
+    "data.workers": "num_workers",
+    "data.prefetch": "prefetch_factor",
+    "data.pin_memory": "pin_memory",
+}
+
 
 @dataclass(frozen=True)
 class TakenLoader:
@@ -39,16 +52,25 @@ class TakenLoader:
     settings: dict[str, Any]  # dotted keys, for settings that were left at their defaults
     parts: list[str]  # the other parts of the loader that the run uses, in words
 
-    def banner(self, used: set[str]) -> str:
-        """Return a line for the banner. `used` are the keys of `settings` that the run has taken over."""
+    def banner(self, used: set[str], config: Mapping[str, Any]) -> str:
+        """Return a line for the banner: what is taken from the loader, and what the run has set otherwise.
+
+        `used` are the keys of `settings` that the run has taken over, and `config` all settings of the run.
+        """
         settings = [f"{key}={typed(value)}" for key, value in self.settings.items() if key in used]
         line = f"taken: {', '.join([*self.parts, *settings])}"
 
         # The user's own settings override those of the loader, and the line says so.
-        kept = [key for key in self.settings if key not in used]
-        if kept:
-            line += f"; as the run has set it: {', '.join(kept)}"
-        return line
+        dropped = []
+        for key, value in self.settings.items():
+            # The run may give the size of its batches in either way.
+            own = next((name for name in (key, *BATCHES) if config.get(name) is not None), key)
+            own = own if key in BATCHES else key
+            if key not in used and (own, config.get(own)) != (key, value):
+                option = f"{OPTIONS[key]}={_as_option(key, value)}"
+                dropped.append(f"{option} (the run has set {own}={typed(config.get(own))})")
+
+        return f"{line}; not taken: {', '.join(dropped)}" if dropped else line
 
 
 def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
@@ -109,6 +131,11 @@ def take_evaluation_loader(loader: DataLoader, collate: Collate) -> tuple[Any, C
 def is_stateful_stream(data: Any) -> bool:
     """Return whether it is torchdata's StatefulDataLoader without batches: a stream of samples, with a state."""
     return isinstance(data, DataLoader) and has_state(data) and data.batch_size is None and data.batch_sampler is None
+
+
+def _as_option(key: str, value: Any) -> Any:
+    """Return the value of a setting as that of the option of a DataLoader."""
+    return True if key == "tail" else value
 
 
 def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:

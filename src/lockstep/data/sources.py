@@ -146,6 +146,14 @@ def _refuse_reading(data: BatchSource, config: DataConfig) -> None:
             )
 
 
+def check_is_data(data: Any) -> None:
+    """Refuse None, which a function without a return gives. To count its steps would give the wrong advice."""
+    if data is None:
+        raise UserError(
+            "the training data is None, not a dataset", "", "pass a dataset to run.steps, or return one from data()"
+        )
+
+
 def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
     """Refuse data that cannot be read, and settings that are for other kinds of data."""
     if not hasattr(data, "__iter__" if is_stream else "__len__"):

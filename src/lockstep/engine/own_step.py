@@ -178,12 +178,19 @@ class OwnStep:
         if self.ended:
             return
 
+        # Loops with other tools often apply only after several batches.
         several = self._passes > 1
         in_pass = f" in pass {self.passes_done + 1} of {self._passes}" if several else ""
         raise UserError(
             f"step {self.number} ended without step.apply(){in_pass}",
             "",
-            "call step.apply() after the loop over its batches" + (", once per pass" if several else ""),
+            "call step.apply() after the loop over its batches"
+            + (
+                ", once per pass"
+                if several
+                else "; to accumulate gradients over several batches, make global_batch as "
+                "large as all of them, and set micro_batch to the size of one"
+            ),
         )
 
     def _begin_pass(self) -> None:

@@ -55,6 +55,22 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     """Evaluate, print a table, and write the result as JSON. Return an exit code."""
     # What was typed is checked before anything is read or started.
     targets.check(request.target)
+    if targets.is_script(request.target):
+        raise UserError(
+            f"lockstep evaluate cannot evaluate the script {request.target}",
+            "only the script itself knows its model, its data and its loss",
+            "call run.evaluate(dataset, loss) in it, after run.setup: with "
+            f"lockstep.start(init_from={str(request.path)!r}, evaluate={{'batch': 64}}) it needs no training; "
+            "or write them as a task, and name FILE.py:CLASS",
+        )
+
+    if not request.path.exists():
+        raise UserError(
+            f"there is nothing to evaluate at {request.path}: no such file or folder",
+            "",
+            "name the folder of a run (`lockstep runs` lists them), a checkpoint, or a file of weights",
+        )
+
     check(layers)
     check_names(layers)
 

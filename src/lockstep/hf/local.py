@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, pip_install
 
 # One of these is in a folder that holds weights.
 WEIGHTS = (
@@ -34,7 +34,7 @@ def package(name: str) -> Any:
         raise UserError(
             f"the package {name} is needed for lockstep.hf and cannot be imported",
             str(error),
-            'pip install "lockstep-train[hf]"',
+            pip_install("hf"),
         ) from None
 
 

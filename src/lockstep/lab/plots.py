@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import pip_install
 from lockstep.lab import predictions
 
 
@@ -16,7 +17,7 @@ def figure(width: float = 8, height: float = 4, *, columns: int = 1) -> tuple[An
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("  no picture: matplotlib is missing (pip install 'lockstep-train[lab]')")
+        print(f"  no picture: matplotlib is missing ({pip_install('lab')})")
         return None
 
     # No pyplot: it would keep state, and look for a display.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest_name
 
 
 def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn.Module]:
@@ -78,9 +77,9 @@ def suggest_block_class(model: nn.Module, typed: str = "") -> str | None:
     with_children = [module for module in parts if any(True for _ in module.children())]
     likely = with_children + blocks or parts
 
-    matches = get_close_matches(typed, sorted({class_name(module) for module in likely}), 1)
-    if matches:
-        return matches[0]
+    near = nearest_name(typed, sorted({class_name(module) for module in likely}))
+    if near is not None:
+        return near
 
     largest_first = sorted(parts, key=lambda module: -sum(p.numel() for p in module.parameters()))
     return next((class_name(module) for module in [*blocks, *largest_first]), None)

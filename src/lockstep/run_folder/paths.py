@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest_name
 from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
 from lockstep.run_folder.names import CHECKPOINTS, CONFIG, LOCK, LOGS, METRICS, SOURCES
 
@@ -62,8 +61,8 @@ def run_of(path: Path) -> Path:
             f"start it there: run_dir={path} --resume auto, with the settings of the first command",
         )
 
-    near = [] if path.exists() else get_close_matches(str(path), ["auto", "never"], n=1)
-    instead = f"use --resume {near[0]}; or " if near else ""
+    near = None if path.exists() else nearest_name(str(path), ["auto", "never"])
+    instead = f"use --resume {near}; or " if near else ""
     raise UserError(
         f"--resume {path} names neither a run's folder nor one of its checkpoints",
         "a folder with other contents" if path.exists() else "no such folder",

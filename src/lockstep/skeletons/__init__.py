@@ -45,10 +45,13 @@ def init(kind: str, name: str | None) -> str:
         source = re.sub(rf"\b{skeleton.class_name}\b", class_name, source)
         target = f"{path}:{class_name}"
 
+    # A folder is made too, and that is said: its name may have been mistyped.
+    made = "" if path.parent.exists() else f", and made the folder {path.parent}"
+
     # The commands in the docstring can be copied.
     _write_new(path, source.replace(" FILE", f" {path}"))
     return (
-        f"wrote {path}\n"
+        f"wrote {path}{made}\n"
         f"  train it    lockstep train {target} --nproc 2\n"
         f"  check it    lockstep verify {target} --worlds 1,2\n"
         f"then replace the parts marked YOURS"

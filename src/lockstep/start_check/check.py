@@ -3,7 +3,8 @@
     data       the dataset has the same length and the same samples on every rank
     one call   the loss changes no state, leaves no gradient, and draws from torch's generator only
     twice      the same samples, seeds and weights give the same loss
-    halves     totals, weights and gradients of two half-batches add up to those of the whole batch
+    halves     totals, weights and gradients of two half-batches add up to those of the whole batch; a metric that does
+               not is only warned of
     ranks      every rank gets the same loss for the same samples
 
 With several ranks the check is collective and raises the same error on every rank.
@@ -37,8 +38,10 @@ from lockstep.start_check.mistakes import (
     judge_halves,
     judge_ranks,
     judge_repetition,
+    metrics_like_means,
     mismatched_gradients,
     same_loss,
+    same_metrics,
 )
 from lockstep.start_check.probe import Inconclusive, Probe, without_batch_statistics
 from lockstep.start_check.random_numbers import used_generators
@@ -162,7 +165,10 @@ def _reason_to_skip(samples: Samples | None) -> str:
 def _measure_and_judge(
     run: CheckedRun, task: Any, samples: Samples | None
 ) -> tuple[Cause | None, Measurement | None, str]:
-    """Return the cause that this rank found, its first measurement, and why the check was inconclusive ("" if not)."""
+    """Return the cause that this rank found, its first measurement, and why the check was inconclusive.
+
+    The reason is "" if it was conclusive, or if the first step will raise an error with it.
+    """
     reason = _reason_to_skip(samples)
     if reason:
         return None, None, reason
@@ -185,7 +191,9 @@ def _measure_and_judge(
             run.whole_batches(),
         ):
             cause, measured = _judge(run, probe, snapshot, samples, tuple(getattr(task, "changing_buffers", ())))
-    except (Inconclusive, RanksDiffer) as error:
+    except Inconclusive as error:
+        reason = "" if error.recurs else str(error)
+    except RanksDiffer as error:
         reason = str(error)
     finally:
         snapshot.restore()
@@ -249,7 +257,15 @@ def _judge(
     if samples.count < 2 or (cause and cause.key in NOT_REPEATABLE) or host_draws:
         return None, first
 
-    cause = _check_halves(run, probe, snapshot, samples, tolerance)
+    cause, like_means = _check_halves(run, probe, snapshot, samples, tolerance)
+
+    # A loss that does not add up explains metrics that do not. One that changes from call to call cannot be judged.
+    for name in sorted(same_metrics(first, again, tolerance) & like_means.keys()) if cause is None else ():
+        run.warn(
+            f"the metric {name!r} looks like a mean ({like_means[name]}), and would be divided by the weight again: "
+            "give the sum, values.sum(), or a pair (sum, weight)"
+        )
+
     if cause and cause.key in accepted:
         cause = None
 
@@ -261,17 +277,18 @@ def _measure_first(run: CheckedRun, probe: Probe, make_batch: Callable[[], Any])
     if run.runtime.world.alone or not run.driver.role.replicated:
         return probe.measure(make_batch, gradients=False)
 
-    measured, reason = None, ""
+    measured, own = None, None
     try:
         measured = probe.measure(make_batch, gradients=False)
     except Inconclusive as error:
-        reason = str(error)
+        own = error
 
     # If one rank cannot measure, no rank does.
-    reasons = run.runtime.collectives.all_gather_json(reason)
-    if measured is None or any(reasons):
-        raise Inconclusive(next(filter(None, reasons)))
+    reasons = run.runtime.collectives.all_gather_json(str(own) if own else "")
+    if own or any(reasons):
+        raise own or Inconclusive(next(filter(None, reasons)))
 
+    assert measured is not None
     return measured
 
 
@@ -307,8 +324,11 @@ def _measure_again(
 
 def _check_halves(
     run: CheckedRun, probe: Probe, snapshot: CheckSnapshot, samples: Samples, tolerance: Tolerance
-) -> Cause | None:
-    """Return the cause if the loss of the samples is not the sum of the losses of their halves, else None."""
+) -> tuple[Cause | None, dict[str, str]]:
+    """Compare the loss of the samples with the sum of the losses of their halves.
+
+    Return the cause if they differ, else None, and the metrics that look like means.
+    """
     if not samples.can_be_split:
         raise Inconclusive("the dataset makes batches that cannot be split into samples")
 
@@ -326,6 +346,7 @@ def _check_halves(
     middle = len(ordered) // 2
     whole = measure(ordered, gradients=True)
     splits = [(ordered[:middle], ordered[middle:]), (ordered[::2], ordered[1::2])]
+    like_means: list[dict[str, str]] = []  # of each split
 
     for number, (one, other) in enumerate(splits if len(ordered) > 2 else splits[:1]):
         # Gradients are compared for the first split only.
@@ -338,9 +359,12 @@ def _check_halves(
 
         cause = judge_halves(whole, halves, measure_doubled, mismatched, tolerance)
         if cause:
-            return cause
+            return cause, {}
 
-    return None
+        like_means.append(metrics_like_means(whole, halves, tolerance))
+
+    # A metric that looks like a mean in one split only may do so by chance.
+    return None, {name: text for name, text in like_means[0].items() if all(name in names for names in like_means)}
 
 
 # ---- all ranks together ----

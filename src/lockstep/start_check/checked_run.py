@@ -34,3 +34,7 @@ class CheckedRun:
     def note(self, reason: str) -> None:
         """Log why the loss is not checked."""
         self.log_event("note", reason=f"the loss is not checked before the first step: {reason}")
+
+    def warn(self, reason: str) -> None:
+        """Log what trains well and is still a mistake."""
+        self.log_event("warning", reason=reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Measurement:
     total: float
     weight: float
     gradients: list[Tensor] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # those without a weight of their own
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,38 @@ def _is_reweighted(
     by_weight = (2 * first * halves[0].weight + second * halves[1].weight) / uneven.weight
     remainder = uneven.total / uneven.weight - expected
     return tolerance.explains(remainder, by_weight - expected, first, second)
+
+
+def metrics_like_means(whole: Measurement, halves: Sequence[Measurement], tolerance: Tolerance) -> dict[str, str]:
+    """Return the metrics that lie between those of the halves and are not their sum, by name, with the evidence.
+
+    A mean does, and so does the largest value. A sum over samples never does.
+    """
+    found = {}
+    for name in whole.metrics.keys() & halves[0].metrics.keys() & halves[1].metrics.keys():
+        value, first, second = (measured.metrics[name] for measured in (whole, *halves))
+        if not all(map(math.isfinite, (value, first, second))):
+            continue
+
+        # Values of size 1 may cancel and leave only their rounding errors, as in the total.
+        if tolerance.same(value, first + second, first, second, 1e-2 * whole.weight):
+            continue
+
+        # A count may differ by one where rounding decides, as it may for an argmax.
+        is_count = all(number.is_integer() for number in (value, first, second))
+        if is_count and abs(value - first - second) <= 1:
+            continue
+
+        slack = tolerance.total * max(abs(first), abs(second))
+        if min(first, second) - slack <= value <= max(first, second) + slack:
+            found[name] = f"{value:.4g} on a few samples, {first:.4g} and {second:.4g} on their halves"
+
+    return found
+
+
+def same_metrics(a: Measurement, b: Measurement, tolerance: Tolerance) -> set[str]:
+    """Return the names of the metrics that are the same in two calls with the same samples."""
+    return {name for name in a.metrics.keys() & b.metrics.keys() if tolerance.same(a.metrics[name], b.metrics[name])}
 
 
 def judge_ranks(

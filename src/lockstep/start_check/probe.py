@@ -32,6 +32,11 @@ from lockstep.task import Loss
 class Inconclusive(Exception):
     """The loss cannot be judged. The message tells the user why."""
 
+    def __init__(self, reason: str, recurs: bool = False):
+        """`recurs`: the first step will raise an error that says so, whatever its samples."""
+        super().__init__(reason)
+        self.recurs = recurs
+
 
 @dataclass
 class Probe:
@@ -69,10 +74,11 @@ class Probe:
                     loss = self.loss_fn(run.driver.model, batch)
 
                 if torch.is_grad_enabled():
-                    check_total(loss)
+                    _check_total(loss)
 
             computed = self._gradients(loss.total) if gradients else None
-            return Measurement(float(loss.total.detach()), float(detached(loss.weight)), computed)
+            weight = float(detached(loss.weight))
+            return Measurement(float(loss.total.detach()), weight, computed, _metrics(loss))
 
     def _gradients(self, total: Tensor) -> list[Tensor]:
         """Return the gradient of every trainable parameter, or this rank's shard of the summed gradient."""
@@ -147,6 +153,24 @@ class Probe:
             raise Inconclusive(f"the loss draws random numbers in a way that depends on the batch ({names})")
 
         return measured
+
+
+def _check_total(loss: Loss) -> None:
+    try:
+        check_total(loss)
+    except UserError as error:
+        raise Inconclusive(error.problem, recurs=True) from error
+
+
+def _metrics(loss: Loss) -> dict[str, float]:
+    """Return the metrics that must be sums, those without a weight of their own; what is no number is left out."""
+    metrics = {}
+    for name, value in loss.metrics.items():
+        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if is_number and not torch.is_complex(torch.as_tensor(value)):
+            metrics[name] = float(detached(value))
+
+    return metrics
 
 
 # ---- modes of modules ----

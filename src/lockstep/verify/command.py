@@ -70,12 +70,14 @@ class VerifyReport:
         return next(((row, first) for row, first in bad if first), None)
 
 
-def main(target: str, layers: list[Layer], options: VerifyOptions, json_file: str | None) -> int:
-    """Print the table; return 0 if all trials trained the same model, else 1."""
+def main(
+    target: str, layers: list[Layer], options: VerifyOptions, json_file: str | None, arguments: Sequence[str] = ()
+) -> int:
+    """Print the table; return 0 if all trials trained the same model, else 1. `arguments` are those of a script."""
     if json_file:
         _write(Path(json_file), "")  # fail now rather than after all the work
 
-    report = verify(target, layers, options)
+    report = verify(target, layers, options, arguments=arguments)
     print(printable(text_of(report)))
     if json_file:
         _write(Path(json_file), json.dumps(json_of(report), indent=2) + "\n")
@@ -93,9 +95,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def verify(
-    target: str, layers: Sequence[Layer], options: VerifyOptions = VerifyOptions(), runner: Runner | None = None
+    target: str,
+    layers: Sequence[Layer],
+    options: VerifyOptions = VerifyOptions(),
+    runner: Runner | None = None,
+    arguments: Sequence[str] = (),
 ) -> VerifyReport:
-    """Verify a target. To verify several, start one `runner` for all of them."""
+    """Verify a target. To verify several, start one `runner` for all of them. `arguments` are those of a script."""
     targets.check(target)
     check(options)
 
@@ -104,24 +110,27 @@ def verify(
     check_layers(layers)
 
     if runner is not None:
-        return _verify(target, layers, options, runner)
+        return _verify(target, layers, options, runner, arguments)
 
     with Runner() as own:
-        return _verify(target, layers, options, own)
+        return _verify(target, layers, options, own, arguments)
 
 
-def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Runner) -> VerifyReport:
+def _verify(
+    target: str, layers: list[Layer], options: VerifyOptions, runner: Runner, arguments: Sequence[str]
+) -> VerifyReport:
     began = time.monotonic()
+    run = partial(runner.run, target, arguments=arguments)
 
     # One step on one process shows the batch, the strategy and the device, by which the trials are chosen.
     # There the loss is also checked as at the start of every run.
     alone = Trial(finds=True)
-    first = runner.run(target, layers, 1, [alone])[alone]
+    first = run(layers, 1, [alone])[alone]
 
     # A micro_batch for several ranks is too small for a loss over the global batch on one.
     if first.ranks and first.failure and first.failure.cause == "gathered":
         alone = replace(alone, micro_batch=first.facts["global_batch"])
-        first = runner.run(target, layers, 1, [alone])[alone]
+        first = run(layers, 1, [alone])[alone]
 
     if not first.ranks:
         return _failed_alone(target, options, first, began)
@@ -129,7 +138,7 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     # The batch is fixed: with local_batch it would depend on the number of ranks.
     matrix = choose(options, first.facts)
     fixed = [*layers, ("verify", {"global_batch": first.facts["global_batch"]})]
-    trials = TrialCache(matrix, partial(runner.run, target, fixed, options.steps))
+    trials = TrialCache(matrix, partial(run, fixed, options.steps))
 
     # Without a reference there is nothing to compare.
     trials.need([matrix.reference, matrix.again, *matrix.nudged])

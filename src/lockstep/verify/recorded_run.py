@@ -50,10 +50,10 @@ def work(spec: dict[str, Any]) -> None:
     RecordedBuilder.orders = spec["orders"]
     builder.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
 
-    # The script finds its modules as in the parent process and sees none of verify's arguments.
+    # The script finds its modules as in the parent process and sees its own arguments only.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
-    api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
+    api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]], spec["arguments"])
 
 
 class RecordedBuilder(RunBuilder):

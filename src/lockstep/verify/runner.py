@@ -111,11 +111,16 @@ class Runner:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(
-        self, target: str, layers: Sequence[Layer], steps: int, trials: Sequence[Trial]
+        self,
+        target: str,
+        layers: Sequence[Layer],
+        steps: int,
+        trials: Sequence[Trial],
+        arguments: Sequence[str] = (),
     ) -> dict[Trial, TrialRecord]:
         """Run each trial for `steps`, in parallel as far as there are cores (or GPUs).
 
-        `target` and `layers` say what to train, as for `lockstep train`.
+        `target`, `layers` and `arguments` say what to train, as for `lockstep train`.
         """
         slots = max(available_cores(), visible_gpus())
         waiting = list(trials)
@@ -127,7 +132,7 @@ class Runner:
             busy = sum(started.trial.world for started in running)
 
             if waiting and (not running or busy + waiting[0].world <= slots):
-                running.append(self._start(target, layers, steps, waiting.pop(0)))
+                running.append(self._start(target, layers, arguments, steps, waiting.pop(0)))
                 continue
 
             self._watch(running)
@@ -139,7 +144,9 @@ class Runner:
 
     # ---- one trial ----
 
-    def _start(self, target: str, layers: Sequence[Layer], steps: int, trial: Trial) -> RunningTrial:
+    def _start(
+        self, target: str, layers: Sequence[Layer], arguments: Sequence[str], steps: int, trial: Trial
+    ) -> RunningTrial:
         """Start the ranks of a trial, each forked from the zygote."""
         self._trials += 1
         folder = self._folder / f"{self._trials:03}"
@@ -154,6 +161,7 @@ class Runner:
 
         spec = {
             "target": target,
+            "arguments": list(arguments),
             "layers": json.loads(json.dumps([*layers, ("verify", settings)], default=str)),
             "path": sys.path,
             "orders": asdict(trial) | {"steps": steps, "folder": str(folder)},

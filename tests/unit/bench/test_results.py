@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,10 @@ def test_a_comparison_tells_changes_from_noise(tmp_path: Path) -> None:
     assert re.search(r"world 1 +throughput .* worse", compare(tmp_path / "b", tmp_path / "a"))
     assert re.search(r"world 1 +throughput \[samples/s\] .* within the noise", same)
     assert re.search(r"throughput .* fewer than 6 rounds", compare(tmp_path / "few-a", tmp_path / "few-b"))
+    other = replace(result([10.0]), sections=[])
+    results.write(other, tmp_path / "other")
+    with pytest.raises(UserError, match=r"nothing in common(.|\n)*A has weak, B has nothing"):
+        compare(tmp_path / "a", tmp_path / "other")
     results.write(result([10.0], "another machine"), tmp_path / "d")
     assert "hardware differs" in compare(tmp_path / "a", tmp_path / "d")
 

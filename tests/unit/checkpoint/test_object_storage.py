@@ -586,7 +586,7 @@ def test_a_run_is_preempted_and_resumes_from_objects(tmp_path: Path) -> None:
         ("simplecache::s3://bucket", "is not the URL of a store"),
         ("file://bucket", "is not the full path of a folder"),
         ("nowhere://bucket", "there is no kind of store nowhere://"),
-        ("s3://bucket", "needs a package that is not installed(.|\n)*s3fs(.|\n)*lockstep-train\\[s3]"),
+        ("s3://bucket", "needs a package that is not installed(.|\n)*s3fs(.|\n)*pip install .*\\[s3]"),
     ],
 )
 def test_a_url_that_cannot_work_is_refused_at_once(

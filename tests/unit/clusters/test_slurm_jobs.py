@@ -57,6 +57,19 @@ def train_commands(script: str) -> list[list[str]]:
     return [shlex.split(command) for command in commands]
 
 
+def test_what_is_submitted_is_said_before_it_is_done(capsys, monkeypatch):
+    said_before = []
+
+    def run(words, *_):
+        said_before.append(capsys.readouterr().err)
+        return subprocess.CompletedProcess(words, 0, stdout="70\n", stderr="")
+
+    monkeypatch.setattr(slurm, "run", run)
+    assert main(["launch", "slurm", "char_lm", "run_dir=runs/x", "--submit"]) == 0
+    assert len(said_before) == 2
+    assert said_before[1] == "lockstep: submitting it: sbatch runs/x/launch/job.slurm\n"
+
+
 # ---- the script ----
 
 

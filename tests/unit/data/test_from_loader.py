@@ -72,10 +72,27 @@ def test_a_sampler_and_a_collate_are_taken():
     assert isinstance(taken.data, Sampled)
     assert (taken.data.dataset, taken.data.sampler, taken.collate) == (DATA, sampler, own_collate)
     assert taken.settings == {"global_batch": 4}
-    assert taken.banner({"global_batch"}) == (
+    assert taken.banner({"global_batch"}, {"global_batch": 4}) == (
         "taken: the dataset (TensorDataset), the sampler (WeightedRandomSampler), collate_fn, global_batch=4"
     )
-    assert taken.banner(set()).endswith("collate_fn; as the run has set it: global_batch")
+    assert taken.banner(set(), {"global_batch": 4}).endswith("collate_fn")
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "dropped"),
+    [
+        ({}, {"global_batch": 16}, "batch_size=8 (the run has set global_batch=16)"),
+        ({}, {"global_batch": None, "local_batch": 8}, "batch_size=8 (the run has set local_batch=8)"),
+        (
+            {"num_workers": 2, "drop_last": True},
+            {"global_batch": 8, "data.workers": 0, "data.prefetch": 2, "tail": "pad"},
+            "drop_last=True (the run has set tail=pad), num_workers=2 (the run has set data.workers=0)",
+        ),
+    ],
+)
+def test_what_the_run_has_set_otherwise_is_said(options, config, dropped):
+    taken = take_loader(DataLoader(DATA, 8, **options), default_collate)
+    assert taken.banner({"data.shuffle"}, config).endswith(f"data.shuffle=false; not taken: {dropped}")
 
 
 def test_two_collates_are_one_too_many():

@@ -119,6 +119,15 @@ def test_on_a_cpu_no_batch_passes_the_transfer(data, monkeypatch):
     assert [micro.data.shape for micro in source.take()] == [(2, 3), (2, 3)]
 
 
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_nothing_is_locked_without_an_accelerator(monkeypatch, accelerator):
+    """A DataLoader of torch warns if it is asked for that, and the loader of a user may have asked."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    options = source_options(4, 2, config=DataConfig(pin_memory=True, workers=1))
+    assert options.pins_memory == accelerator
+    assert source_options(4, 2, config=DataConfig(pin_memory=True), device="meta").pins_memory
+
+
 @pytest.mark.parametrize(("device", "count"), [("cpu", 2), ("meta", 0)])
 def test_a_stream_is_locked_alike(device, count, locked):
     options = source_options(4, 2, config=DataConfig(pin_memory=True), device="meta")

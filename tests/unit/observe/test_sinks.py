@@ -327,7 +327,7 @@ def test_a_full_queue_is_emptied_before_the_sink_is_closed(tmp_path, monkeypatch
 def test_a_missing_package_is_named_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(SINKS["csv"], "package", "csv")
     monkeypatch.setattr(sinks_package.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package csv(.|\n)*pip install 'lockstep-train\[csv\]'"):
+    with pytest.raises(UserError, match=r"needs the package csv(.|\n)*pip install .*\[csv\]'"):
         check_names([("command line", {"log": {"sinks": ["csv"]}})])
 
 

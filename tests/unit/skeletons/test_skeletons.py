@@ -51,8 +51,10 @@ def test_names(tmp_path, monkeypatch):
         ("käfer", "käfer.py:Käfer"),
         (None, "classifier.py:Classifier"),
     ):
-        assert f"lockstep train {target} --nproc 2" in init("classifier", name)
         path, _, class_name = target.partition(":")
+        said = init("classifier", name)
+        assert f"lockstep train {target} --nproc 2" in said
+        assert said.splitlines()[0] == f"wrote {path}{', and made the folder sub' if 'sub/' in path else ''}"
         assert f"class {class_name}(Task):" in Path(path).read_text()
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 from lockstep.checkpoint.storage.files import free_bytes, sync_names, write_file
 from lockstep.checkpoint.storage.safe_store import SafeStore
-from lockstep.errors import UserError
+from lockstep.errors import UserError, pip_install
 from lockstep.files import open_regular
 from lockstep.run_folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
 from lockstep.user_classes import import_class, is_class_name
@@ -194,7 +194,7 @@ def _check_scheme(url: str, example: str) -> None:
     except ValueError:
         raise UserError(f"checkpoint.store={url}: there is no kind of store {scheme}://", "", example) from None
     except ImportError as error:
-        fix = f"pip install the package, such as 'lockstep-train[s3]' or 'lockstep-train[gcs]'; or {example}"
+        fix = f"install the package, such as {pip_install('s3')}, or gcs instead of s3; or {example}"
         raise UserError(f"checkpoint.store={url} needs a package that is not installed", str(error), fix) from None
 
 

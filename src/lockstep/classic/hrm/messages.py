@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest_name
 from lockstep.recipes.hrm import HRM
 
 # A key this similar to one of ours is a misspelling. The setting global_batch is less similar to global_batch_size.
@@ -37,9 +36,9 @@ def help_text(usage: str, keys: Mapping[str, Any]) -> str:
 def check_names(values: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuse a key that is nearly one of `known`: taken for a setting of the run, it would get the wrong advice."""
     for key, value in values.items():
-        similar = difflib.get_close_matches(key, known, n=1, cutoff=SIMILAR)
+        similar = nearest_name(key, known, cutoff=SIMILAR)
         if key not in known and similar:
-            raise UserError(f"{key}={_typed(value)} is not known", "", f"set {similar[0]}={_typed(value)}")
+            raise UserError(f"{key}={_typed(value)} is not known", "", f"set {similar}={_typed(value)}")
 
 
 def translate(message: str, own_keys: Collection[str] = ()) -> str:

@@ -6,7 +6,6 @@ from it. Keys that it does not know are settings of the run (`log.every=10`, `pr
 
 from __future__ import annotations
 
-import difflib
 import json
 import secrets
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.classic.hrm.messages import check_names
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest_name
 from lockstep.recipes.hrm.data import read_metadata
 
 ADJECTIVES = (
@@ -104,10 +103,10 @@ PRETRAIN_KEYS["data_path"] = "(needed)"
 def check_values(values: Mapping[str, Any]) -> None:
     """Check everything about the arguments of pretrain.py that can be known before any file is read."""
     if "data_path" not in values:
-        similar = difflib.get_close_matches("data_path", values, n=1)
+        similar = nearest_name("data_path", values)
         raise UserError(
             "data_path is not set: it names the folder of the puzzles",
-            f"{similar[0]} instead" if similar else "",
+            f"{similar} instead" if similar else "",
             "set data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
         )
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from lockstep.clusters.ray.actor import ActorReport, NodeActor
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError, pip_install, plural
 
 # What one node must have: the name of a resource, as Ray spells it, and how much of it.
 Need = Mapping[str, float]
@@ -174,7 +174,7 @@ class RayCluster:
             raise UserError(
                 "lockstep launch ray --submit needs Ray",
                 "it is not installed here",
-                "pip install 'lockstep-train[ray]'",
+                pip_install("ray"),
             ) from None
 
         if address.startswith("ray://"):

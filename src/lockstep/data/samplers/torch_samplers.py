@@ -145,9 +145,10 @@ class ListedSampler:
         if not np.array_equal(first, self._list(0)):
             raise UserError(
                 f"{type(sampler).__name__} gives another order each time for the same seed and epoch",
-                "it keeps state of its own, so a resumed run could not repeat its order",
-                "draw from torch's global generator in __iter__, or write ids(epoch, start, stop): see 'A custom "
-                "sampler' in docs/data.md",
+                "it keeps state of its own, as a generator made in __init__; a resumed run could not repeat its order",
+                "make the generator in __iter__, from a seed and the epoch that set_epoch gives: "
+                "random.Random(1000 * seed + self.epoch); or draw from torch's global generator there; or write "
+                "ids(epoch, start, stop): see 'A custom sampler' in docs/data.md",
             )
 
         self._length = len(first)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from lockstep.config.sections import StopConfig
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError, nearest_name, plural
 
 
 @dataclass
@@ -77,8 +76,7 @@ class EarlyStop:
 def check_metric(key: str, metric: str, results: Collection[str]) -> None:
     """Check that the setting `key` names a result of the evaluation."""
     if metric not in results:
-        # With a cutoff of 0 there is always a nearest name.
-        nearest = get_close_matches(metric, list(results), n=1, cutoff=0.0)[0]
+        nearest = nearest_name(metric, results, cutoff=0.0)
         raise UserError(
             f"{key}={metric} is not a result of the evaluation",
             f"its results are {', '.join(results)}",

@@ -11,10 +11,10 @@ from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, flatten
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
-from lockstep.data.sources import open_source
+from lockstep.data.sources import check_is_data, open_source
 from lockstep.data.streams.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.engine.checks.same_data import DataRecord
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
@@ -49,6 +49,8 @@ LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Collate) -> Run:
     """Make a Run and all objects that it needs besides its model, each after those that it uses. Collective."""
+    check_is_data(data)
+
     # A DataLoader may set keys that the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, trained.driver
@@ -166,7 +168,7 @@ def _take_loader(builder: RunBuilder, data: Any, collate: Collate) -> tuple[Any,
     check_same_config(builder.config, builder.runtime)
 
     used = {key for key in taken.settings if builder.resolved.sources[key] == "DataLoader"}
-    return taken.data, taken.collate, {"DataLoader": taken.banner(used)}
+    return taken.data, taken.collate, {"DataLoader": taken.banner(used, flatten(builder.config))}
 
 
 def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate) -> tuple[Plan, BatchSource]:

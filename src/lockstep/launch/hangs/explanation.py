@@ -16,6 +16,12 @@ from lockstep.launch.hangs.suspicion import RankView, Suspicion
 # The letters of /proc/PID/stat.
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "suspended", "Z": "dead", "": "gone"}
 
+# What to do where the collectives differ: more time would not help.
+ON_ALL_RANKS = (
+    "do: make the same calls on all ranks, in the same order: run.evaluate, run.all_gather, and those of "
+    "torch.distributed do not belong inside `if rank == 0`"
+)
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -82,7 +88,9 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
 
     detail += _groups_of(groups, awaited, suspicion)
     detail += evidence.findings.lines
-    if suspicion.remedy:
+    if evidence.is_deadlock:
+        detail.append(ON_ALL_RANKS)
+    elif suspicion.remedy:
         detail.append(suspicion.remedy)
 
     who = _who_is_ahead(suspicion, evidence) or _who(suspicion, awaited)

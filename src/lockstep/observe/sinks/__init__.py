@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError, unknown_name
+from lockstep.errors import UserError, pip_install, unknown_name
 from lockstep.files.jsonl import JsonlSink, read_jsonl
 from lockstep.observe.sinks.background import BackgroundSink
 from lockstep.observe.sinks.csv_sink import CsvSink
@@ -66,7 +66,7 @@ def check_sinks(names: Iterable[str]) -> None:
             raise UserError(
                 f"log.sinks=[{name}] needs the package {sink.package}, which is not installed",
                 "",
-                f"pip install 'lockstep-train[{sink.package}]', or leave {name} out of log.sinks",
+                f"{pip_install(sink.package)}, or leave {name} out of log.sinks",
             )
 
 

@@ -415,6 +415,8 @@ def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: "", 2: ""}
     mismatch = [*entries(100), reduces[1] | {"profiling_name": "gloo:barrier"}]
     failure = watch.verdict(suspicion, Answers(stacks, {0: mismatch, 1: reduces, 2: reduces}))
+    assert failure.traceback.splitlines()[-1].startswith("do: make the same calls on all ranks")
+    assert "slow work" not in failure.traceback
     assert failure.rank == 0
     assert "rank 0 is at: /u/task.py:12 after_step" in failure.traceback
     assert "collective 101 differs: rank 0 did barrier" in failure.traceback
