@@ -201,8 +201,12 @@ class CheckpointManager:
     # ---- saving ----
 
     def prepare(self) -> None:
-        """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
-        self._saver.reserve(self.state.shards_of(self.state.capture_tensors(), self.runtime))
+        """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective.
+
+        It holds all that this rank writes, in pinned memory, so a run that may never save does without it.
+        """
+        if self._saves_by_settings():
+            self._saver.reserve(self.state.shards_of(self.state.capture_tensors(), self.runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `step` steps, and write it in the background while training continues. Collective.

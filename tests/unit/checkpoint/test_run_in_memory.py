@@ -34,7 +34,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
-from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
@@ -668,6 +668,24 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     # One of them succeeds, and is the last: nothing else was asked for.
     [step] = [found.step for found in list_checkpoints(CheckpointStorage(tmp_path / "checkpoints"))]
     assert failed[-1] < 30 <= step < 60
+
+
+def test_a_run_that_does_not_save_by_its_settings_allocates_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held pinned memory for the whole state of the run."""
+    reserve = Snapshot.reserve
+    reserved: list[int] = []
+
+    def watched(self: Snapshot, shards: Any) -> Any:
+        reserved.append(len(shards))
+        return reserve(self, shards)
+
+    monkeypatch.setattr(Snapshot, "reserve", watched)
+    lockstep.fit(Dropped(), run_dir=tmp_path / "none", checkpoint={"minutes": None, "at_end": False})
+    assert reserved == []
+    lockstep.fit(Dropped(), run_dir=tmp_path / "at_end", checkpoint={"minutes": None})
+    assert len(reserved) == 2
 
 
 def pending_alone(tmp_path: Path, heartbeat: Heartbeat) -> PendingSave:

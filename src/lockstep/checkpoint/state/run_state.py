@@ -213,9 +213,15 @@ class RunState:
         here = sum(shard.local.nbytes for shard in self.shards_of(tensors, runtime).values())
         return sum(runtime.collectives.all_gather_json(here))
 
-    def estimated_optimizer_bytes(self) -> int:
-        """Return an estimate of the bytes of the optimizers' state, which is allocated in the first step."""
-        return self._optimizer_states.estimated_bytes()
+    def estimated_optimizer_bytes(self, runtime: Runtime) -> int:
+        """Return an estimate of the bytes of the optimizers' state, which is allocated in the first step. Collective.
+
+        All ranks get the same number, for the state that all of them write.
+        """
+        by_rank = runtime.collectives.all_gather_json(self._optimizer_states.estimated_bytes())
+
+        # With ZeRO-1 the groups of a rank have only the parameters that it updates; otherwise they have all of them.
+        return sum(by_rank) if self.optimizers.sharded else by_rank[0]
 
     # ---- restoring ----
 
