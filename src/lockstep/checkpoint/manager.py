@@ -32,15 +32,17 @@ from lockstep.checkpoint.loading.rewind import Rewinder
 from lockstep.checkpoint.preflight import check_room, check_same_names, check_store
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.pending import PendingSave
+from lockstep.checkpoint.saving.outcome import SaveError, TakenOver
+from lockstep.checkpoint.saving.pending import PendingSave, taken_over_error
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.retry import retry_on_rank0
+from lockstep.checkpoint.storage.retry import WRITE_FIX, fix_or_wait, retry_on_rank0
 from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
+from lockstep.errors import UserError
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
 from lockstep.run_folder.opened import RunFolder
@@ -236,6 +238,21 @@ class CheckpointManager:
         }
 
     # ---- at the end ----
+
+    def check_owner(self) -> None:
+        """Raise a UserError if another attempt has taken over the run. Local: rank 0 calls it before it writes."""
+        try:
+            self._context.check_owner()
+        except TakenOver as error:
+            raise taken_over_error(str(error)) from None
+        except SaveError:
+            pass  # somebody has deleted the checkpoints: nobody else has the run
+        except OSError as error:
+            raise UserError(
+                f"the owner of the run cannot be read, so its files are not changed: {error}",
+                "",
+                fix_or_wait(WRITE_FIX),
+            ) from error
 
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if one cannot be read now."""

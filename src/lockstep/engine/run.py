@@ -20,6 +20,7 @@ from typing import Any
 
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.saving.pending import SAVES_AGAIN
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.start import as_checked
@@ -253,6 +254,9 @@ class Run:
 
         steps_done = self.steps_done
         save_due = self.checkpoints.save_due(steps_done, self.requests.save_agreed or self.requests.preempt_agreed)
+
+        if self.requests.preempt_agreed:
+            self.checkpoints.pending.what_follows = SAVES_AGAIN
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:

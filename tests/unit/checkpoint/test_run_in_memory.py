@@ -595,9 +595,9 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reason may begin with "rank", and one that only repeats another rank's is left out."""
-    none = [None, False]
-    failures = [["rank 2 wrote 8 bytes, but its file has 4", False], ["no space left", False], none]
-    repeated = ["rank 1: no space left", True]
+    none = ["", False, False]
+    failures = [["rank 2 wrote 8 bytes, but its file has 4", False, False], ["no space left", False, False], none]
+    repeated = ["rank 1: no space left", True, False]
     managers: list[CheckpointManager] = []
 
     def keep(*args: Any, **options: Any) -> CheckpointManager:
@@ -613,7 +613,7 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
         monkeypatch.setattr(only.pending, "save", SimpleNamespace(step=12, outcome=None, abort=str))
         monkeypatch.setattr(only.runtime.collectives, "all_gather_json", lambda _, answers=answers: answers)
         assert only.pending.abort_if_failed()
-    assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
+    assert [reason.partition("WRITTEN: ")[2].partition(". The run saves")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",
         "rank 1: no space left",
@@ -634,8 +634,9 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
 
     lockstep.fit(Unmounted(), run_dir=tmp_path, checkpoint={"every": 6})
     reasons = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
-    assert len(reasons) == 2
-    assert all("Training continues; the checkpoints cannot be listed: " in reason for reason in reasons)
+    follows = ["Training continues", "The run saves once more before it ends", "The run ends without it"]
+    for words, reason in zip(follows, reasons, strict=True):
+        assert f"{words}; the checkpoints cannot be listed: " in reason
 
 
 def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(

@@ -28,6 +28,7 @@ class SaveFailed:
 
     reason: str
     caused_elsewhere: bool = False  # by another rank or another attempt
+    taken_over: bool = False  # another attempt owns the checkpoints: no later save of this one can succeed
 
 
 SaveOutcome = Written | Committed | SaveFailed
@@ -42,6 +43,10 @@ class SaveError(Exception):
     def __init__(self, reason: str, caused_elsewhere: bool = False):
         super().__init__(reason)
         self.caused_elsewhere = caused_elsewhere
+
+
+class TakenOver(SaveError):
+    """Another attempt of the run owns the checkpoints by now. This one can never commit again."""
 
 
 class AbortRequest:

@@ -19,6 +19,7 @@ from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage.checkpoint import list_checkpoints
+from lockstep.errors import UserError
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
@@ -28,6 +29,11 @@ MIB = 2**20
 # with room again must not wait for hours.
 RETRY_S = 30.0
 MAX_RETRY_S = 1800.0
+
+# What the warning about a save that failed says of the run.
+CONTINUES = "Training continues"
+SAVES_AGAIN = "The run saves once more before it ends"
+ENDS = "The run ends without it"
 
 
 class PendingSave:
@@ -58,9 +64,14 @@ class PendingSave:
         # The metrics of an evaluation that came after the start of this save, until they are in its checkpoint.
         self._late_metrics: Mapping[str, float] | None = None
 
-        # How many saves have failed since the last commit, and when to try again, by this rank's clock.
+        # How many saves have failed since the last commit, why the last of them did, and when to try again, by this
+        # rank's clock.
         self._failures = 0
+        self.failure: str | None = None
         self._retry_at = math.inf
+
+        # What follows if a save fails, for the warning.
+        self.what_follows = CONTINUES
 
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
@@ -85,6 +96,11 @@ class PendingSave:
     def has_step(self, step: int) -> bool:
         """Return whether the state after so many steps is committed in this run's folder, or about to be."""
         return step == self.last_committed or (self.save is not None and step == self.save.step)
+
+    @property
+    def waits_for_retry(self) -> bool:
+        """Whether the last save has failed, and none is in flight."""
+        return self.failure is not None and self.save is None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -146,19 +162,22 @@ class PendingSave:
         self.last_committed = self.save.step
         self.save = None
         self._failures = 0
+        self.failure = None
         return False
 
     def abort_if_failed(self) -> bool:
         """Abort the save on all ranks if it failed on any of them. Return whether it was aborted.
 
-        Training continues, and tries again after a while: a full disk costs a checkpoint, but not the run.
+        Training continues, and tries again after a while: a full disk costs a checkpoint, but not the run. Only if
+        another attempt has taken over the run, all ranks raise a UserError: this one could never save again.
         """
-        # What this rank knows: why the save failed here, and whether another rank was the cause.
+        # What this rank knows: why the save failed here, whether another rank was the cause, and whether the run was
+        # taken over.
         outcome = self.save.outcome if self.save else None
-        report = [outcome.reason, outcome.caused_elsewhere] if isinstance(outcome, SaveFailed) else [None, False]
-        reports = self._runtime.collectives.all_gather_json(report)
+        failed = outcome if isinstance(outcome, SaveFailed) else SaveFailed("")
+        reports = self._runtime.collectives.all_gather_json([failed.reason, failed.caused_elsewhere, failed.taken_over])
 
-        failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
+        failures = [(rank, why, elsewhere) for rank, (why, elsewhere, _) in enumerate(reports) if why]
         if not failures:
             # `settle` may already have handled it: the control word is one step late.
             return False
@@ -176,10 +195,15 @@ class PendingSave:
         self._retry_at = time.monotonic() + min(RETRY_S * 2 ** min(self._failures, 6), MAX_RETRY_S)
         self._failures += 1
 
-        # The failure is logged here, once, with the reasons of all ranks.
-        what = f"THE CHECKPOINT OF STEP {self.save.step} WAS NOT WRITTEN"
-        self._log_event("warning", reason=f"{what}: {reason}. Training continues; {self._last_good()}")
+        self.failure = reason
+        step = self.save.step
         self.save = None
+        if any(taken_over for _, _, taken_over in reports):
+            raise taken_over_error(f"the checkpoint of step {step} was not written: {reason}")
+
+        # The failure is logged here, once, with the reasons of all ranks.
+        what = f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN"
+        self._log_event("warning", reason=f"{what}: {reason}. {self.what_follows}; {self._last_good()}")
         return True
 
     def _last_good(self) -> str:
@@ -227,3 +251,12 @@ class PendingSave:
             stall_s=save.stall_s,
             write_s=save.write_s,
         )
+
+
+def taken_over_error(found: str) -> UserError:
+    """Return the error with which an attempt ends that no longer owns its run."""
+    return UserError(
+        "another attempt has taken over this run, and continues it: this one ends",
+        found,
+        "look for a second process that trains in this run_dir; if there is none, add --resume RUN to resume the run",
+    )

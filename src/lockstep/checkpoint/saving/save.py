@@ -29,7 +29,15 @@ from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.saving.commit import announce, commit, delete_old
 from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
+from lockstep.checkpoint.saving.outcome import (
+    AbortRequest,
+    Committed,
+    SaveError,
+    SaveFailed,
+    SaveOutcome,
+    TakenOver,
+    Written,
+)
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Copied, Snapshot
 from lockstep.checkpoint.storage.files import split
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
@@ -301,13 +309,13 @@ class Save:
 
         match error:
             case SaveError():
-                return SaveFailed(str(error), error.caused_elsewhere)
+                return SaveFailed(str(error), error.caused_elsewhere, isinstance(error, TakenOver))
 
             case FileNotFoundError() | FileExistsError() | InvalidCheckpoint() if self.draft.is_gone():
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
                 # (`mkdir` may raise FileExistsError if a folder is deleted at that moment.)
                 why = "rank 0 has aborted the save, or another attempt has taken over: the uncommitted folder is gone"
-                return SaveFailed(why, caused_elsewhere=True)
+                return SaveFailed(why, caused_elsewhere=True, taken_over=self.context.is_taken_over())
 
             case InvalidCheckpoint():
                 return SaveFailed(str(error))
