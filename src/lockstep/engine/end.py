@@ -46,8 +46,7 @@ def end_training(run: Run) -> None:
     # The last evaluation may be the best one. A save that has failed is tried again now, since no later step will.
     pending = run.checkpoints.pending
     pending.what_follows = SAVES_AGAIN
-    at_end = run.config.checkpoint.at_end or run.requests.save_agreed or pending.waits_for_retry
-    if at_end and not pending.has_step(counters.steps_done):
+    if run.checkpoints.decision.is_due_at_end(counters.steps_done):
         run.save_checkpoint()
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
@@ -248,7 +247,7 @@ def _release(run: Run) -> None:
 
     release_captures(trained.driver.model)
     trained.driver.parts.close()
-    run.checkpoints.pending.close()
+    run.checkpoints.close()
 
 
 def _write_report(run: Run, summary: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from checkpoints import savers, shard, state
 from lockstep.config.sections import CheckpointConfig
 from lockstep.checkpoint.saving.outcome import Written
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents
 
 root = Path(sys.argv[2])
 for line in open(sys.argv[3]):
@@ -46,10 +46,10 @@ for line in open(sys.argv[3]):
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                values = ManifestValues(values={"step": step})
+                values = Rank0Contents(values={"step": step})
                 saver.copy_and_write(step, RankContents(shard(state(step), rank, 2), values))
             coordinator, other = (saver.take_ended()[0].outcome for saver in team)
-            assert not coordinator.warning
+            assert not coordinator.warnings
             assert isinstance(other, Written)
     _, status = os.waitpid(pid, 0)
     print("killed" if os.WIFSIGNALED(status) else "ended by itself", flush=True)

@@ -193,7 +193,7 @@ def test_the_best_is_a_checkpoint_that_can_be_loaded(tmp_path: Path, damage: str
 
     [saver] = savers(root, settings=config)
     saver.copy_and_write(40, RankContents(shard(state(40), 0, 1)), {"loss": 4.0})
-    assert saver.take_ended()[0].outcome.warning == ""
+    assert saver.take_ended()[0].outcome.warnings == ()
     assert sorted(name for name in storage.folders()) == ["step-00000020", "step-00000040"]
 
 

@@ -611,7 +611,7 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     only.pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
         monkeypatch.setattr(only.pending, "save", SimpleNamespace(step=12, outcome=None, abort=str))
-        monkeypatch.setattr(only.runtime.collectives, "all_gather_json", lambda _, answers=answers: answers)
+        monkeypatch.setattr(only._runtime.collectives, "all_gather_json", lambda _, answers=answers: answers)
         assert only.pending.abort_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". The run saves")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
@@ -694,8 +694,7 @@ def pending_alone(tmp_path: Path, heartbeat: Heartbeat) -> PendingSave:
     collectives = SimpleNamespace(all_gather_json=lambda value: [value])
     runtime: Any = SimpleNamespace(collectives=collectives, heartbeat=heartbeat)
     context: Any = SimpleNamespace(storage=CheckpointStorage(tmp_path))
-    saver: Any = None
-    return PendingSave(saver, context, runtime, lambda *_, **__: None, str)
+    return PendingSave(context, runtime, lambda *_, **__: None, str)
 
 
 def failed_save(abort: Callable[[str], Any] = str) -> Any:

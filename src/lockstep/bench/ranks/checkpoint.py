@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.storage.folder import CheckpointStorage
@@ -196,7 +196,7 @@ class Ways:
         # Nothing but the update changes the moments, so they can be copied while the next step computes.
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
-        save = self.saver.copy_and_write(step, RankContents(self.mine, ManifestValues(values={"step": step}), moments))
+        save = self.saver.copy_and_write(step, RankContents(self.mine, Rank0Contents(values={"step": step}), moments))
         stall = time.perf_counter() - began
 
         # Forward and backward of the next step; its update waits for the copies.

@@ -56,13 +56,13 @@ class SaveContext:
         return False
 
 
-class ManifestValues(NamedTuple):
-    """What a manifest holds besides the files and their tensors. It must not change while a thread writes it."""
+class Rank0Contents(NamedTuple):
+    """What rank 0 writes to the manifest besides the files and their tensors. It must not change meanwhile."""
 
     # For tied tensors: other name -> name among the shards.
     aliases: Mapping[str, str] = {}
 
-    # Everything else, encoded by `encoding.pack`.
+    # `Manifest.values`, encoded by `encoding.pack`.
     values: Mapping[str, Any] = {}
 
 
@@ -72,8 +72,8 @@ class RankContents(NamedTuple):
     # The shards that this rank writes, by tensor name.
     shards: Mapping[str, LocalShard]
 
-    # What rank 0 writes to the manifest besides the tensors; other ranks' are not used.
-    manifest_values: ManifestValues = ManifestValues()
+    # Of other ranks it is not used.
+    of_rank0: Rank0Contents = Rank0Contents()
 
     # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
     copy_later: Collection[str] = ()

@@ -19,7 +19,7 @@ class Committed:
 
     checkpoint: Checkpoint
     total_bytes: int  # of all files
-    warning: str = ""  # what went wrong despite the commit, after "the checkpoint of step N is "
+    warnings: tuple[str, ...] = ()  # what went wrong despite the commit, each in a sentence
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,8 @@ class AbortRequest:
         """Sleep, but wake up and raise SaveError as soon as the save is to end."""
         self._requested.wait(seconds)
         self.check()
+
+
+def as_text(error: BaseException) -> str:
+    """Return an error with its type: many messages mean nothing without it."""
+    return f"{type(error).__name__}: {error}"

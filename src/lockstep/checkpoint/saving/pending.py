@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.checkpoint.saving.context import RankContents, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
-from lockstep.checkpoint.saving.save import Save, Saver
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.errors import UserError
 from lockstep.runtime.context import EventLogger, Runtime
@@ -44,14 +44,12 @@ class PendingSave:
 
     def __init__(
         self,
-        saver: Saver,
         context: SaveContext,
         runtime: Runtime,
         log_event: EventLogger,
         as_shown: Callable[[str | Path], str],
     ):
         """`as_shown(path)` returns a path as the user would write it."""
-        self._saver = saver
         self._context = context
         self._runtime = runtime
         self._log_event = log_event
@@ -75,26 +73,32 @@ class PendingSave:
 
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
+        self._last_time = time.monotonic()  # see `seconds_since_last`
 
-    def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float]) -> Save:
-        """Have a save copy this rank's contents and write them, with the metrics of this step. Call `settle` first."""
+    def follow(self, save: Save) -> None:
+        """Take a save that has just begun for the one in flight. Call `settle` before it begins."""
         assert self.save is None, f"the save of step {self.save.step} is not settled"
-        self.save = self._saver.copy_and_write(step, contents, metrics)
+        self.save = save
         self._logged = False
         self._late_metrics = None
         self._retry_at = math.inf
-        return self.save
+        self._last_time = time.monotonic()
 
     def note_loaded(self, own_step: int | None) -> None:
         """Take the checkpoint that was just loaded for the last one. None: this run does not keep it."""
         self.last_committed = own_step
+        self._last_time = time.monotonic()
+
+    def seconds_since_last(self) -> float:
+        """Return how long ago a save began or a checkpoint was loaded; if neither has happened, the run's start."""
+        return time.monotonic() - self._last_time
 
     def retry_due(self) -> bool:
         """Return whether to save again because the last save failed. Ask on one rank only: the clocks differ."""
         return time.monotonic() >= self._retry_at
 
     def has_step(self, step: int) -> bool:
-        """Return whether the state after so many steps is committed in this run's folder, or about to be."""
+        """Return whether the state after `step` steps is committed in this run's folder, or about to be."""
         return step == self.last_committed or (self.save is not None and step == self.save.step)
 
     @property
@@ -216,11 +220,9 @@ class PendingSave:
         return f"the last good one is {newest[0].name}" if newest else "there is no checkpoint yet"
 
     def close(self, timeout: float = 0.0) -> None:
-        """Give the save `timeout` seconds to end, then abort it. No save may follow."""
+        """Give the save `timeout` seconds to end, and log it if it is committed then. No save may follow."""
         if self.save is not None and self.save.wait(timeout):
             self._follow_commit(self.save)
-
-        self._saver.close()
 
     def _follow_commit(self, save: Save) -> None:
         """Log the save once it is committed, and add metrics that came after its start.
@@ -240,8 +242,8 @@ class PendingSave:
             self._late_metrics = None
 
     def _log_commit(self, save: Save, outcome: Committed) -> None:
-        if outcome.warning:
-            self._log_event("warning", reason=f"the checkpoint of step {save.step} is {outcome.warning}")
+        for warning in outcome.warnings:
+            self._log_event("warning", reason=warning)
 
         self._log_event(
             "checkpoint",
