@@ -39,6 +39,7 @@ from lockstep.checkpoint.manifest import (
     canonical,
 )
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.retry import NO_RIGHT
 from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
 
 # Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
@@ -68,7 +69,7 @@ def as_invalid(checkpoint: Checkpoint, file: str) -> Iterator[None]:
         raise Missing(checkpoint, file, "missing") from None
     except OSError as error:
         # EINVAL: not a regular file. After any other error, the bytes may still be intact.
-        kind = {errno.EINVAL: Damaged, errno.EACCES: Forbidden}.get(error.errno or 0, Unreadable)
+        kind = Forbidden if error.errno in NO_RIGHT else Damaged if error.errno == errno.EINVAL else Unreadable
         raise kind(checkpoint, file, f"cannot be read: {error.strerror or error}") from None
 
 

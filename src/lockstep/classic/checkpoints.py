@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.integrity import verify_checkpoint
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
@@ -35,7 +36,6 @@ from lockstep.checkpoint.storage.transitions import (
     put_back_replaced,
     set_aside_later,
 )
-from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
@@ -330,15 +330,16 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
 
         # A save of the same step may have been killed when it was about to replace the checkpoint.
         put_back_replaced(storage)
-        reader = newest_valid(storage, VerifyingRanks.alone(), only)
+        found = newest_valid(storage, VerifyingRanks.alone(), only)
 
-        if reader is None:
+        if found is None:
             raise UserError(
                 f"load_checkpoint({str(path)!r}) found no checkpoint there",
                 "",
                 "give the folder that save_checkpoint was given",
             )
 
+        reader = found.reader
         choice["checkpoint"] = reader.checkpoint.name
         choice["folder"] = str(storage.root)
         choice["digest"] = reader.manifest.digest

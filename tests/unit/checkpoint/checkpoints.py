@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.loading.search import Gather, VerifyingRanks, newest_valid
+from lockstep.checkpoint.loading.search import Found, Gather, VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
@@ -122,10 +122,10 @@ def is_committed(save: Save) -> bool:
     return isinstance(save.outcome, Committed)
 
 
-def load(place: Path | CheckpointStorage) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
-    reader = newest_valid(as_storage(place), VerifyingRanks.alone())
-    assert reader is not None
-    return reader, {name: reader.read(name) for name in reader.names()}
+def load(place: Path | CheckpointStorage) -> tuple[Found, dict[str, torch.Tensor]]:
+    found = newest_valid(as_storage(place), VerifyingRanks.alone())
+    assert found is not None
+    return found, {name: found.reader.read(name) for name in found.reader.names()}
 
 
 def values_of(reader: CheckpointReader) -> dict[str, Any]:

@@ -213,5 +213,5 @@ class StorageContract:
         assert [report.outcome.checkpoint.step for report in team[0].take_ended()] == [1, 2, 3]
         assert set(storage.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(storage)
-        assert found.manifest.values == {"step": 3}
+        assert found.reader.manifest.values == {"step": 3}
         assert same(loaded, state(3))

@@ -316,7 +316,7 @@ def test_a_pause_between_two_tries_to_read_is_no_stall() -> None:
     assert retry_module.MAX_PAUSE_S < STALL_S
 
 
-@pytest.mark.parametrize("module", ["verify", "reader"])
+@pytest.mark.parametrize("module", ["integrity", "reader"])
 def test_a_long_verification_and_a_long_restore_are_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
@@ -335,7 +335,7 @@ def test_a_long_verification_and_a_long_restore_are_no_hang(
 
     manifest = read_manifest(at(tmp_path / "checkpoints" / "step-00000006"))
     sizes = {
-        "verify": [file.size for file in manifest.files],
+        "integrity": [file.size for file in manifest.files],
         "reader": [entry.bytes for entry in manifest.tensors.values()],
     }
     assert beats.count("load") >= sum(size // 16 for size in sizes[module])

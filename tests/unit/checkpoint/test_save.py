@@ -134,7 +134,7 @@ def test_values_come_back_with_what_json_cannot_hold(storage):
         "tuple": (1, (math.inf,)),
     }
     commit(storage, 1, values={**values, "nan": math.nan})
-    found = values_of(load(storage)[0])
+    found = values_of(load(storage)[0].reader)
     assert math.isnan(found.pop("nan"))
     assert found == values
     assert b"NaN" not in Checkpoint(storage, "step-00000001").open(MANIFEST).read()
@@ -229,7 +229,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     assert is_committed(saver.take_ended()[0])
     found, loaded = load(storage)
     assert same(loaded, state(1))
-    assert found.manifest.values == {"list": [1]}
+    assert found.reader.manifest.values == {"list": [1]}
 
 
 def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
@@ -324,7 +324,7 @@ def test_a_slice_outside_and_an_unknown_name_are_refused(storage):
 def test_a_slice_is_read_from_the_files_that_hold_some_of_it(tmp_path, monkeypatch):
     """Opening the files of thousands of ranks, each for its header, would take minutes in an object store."""
     commit(tmp_path, 1, size=7)
-    reader, _ = load(tmp_path)
+    reader = load(tmp_path)[0].reader
     reader = CheckpointReader(reader.checkpoint, reader.manifest)
     opened = []
     open_file = CheckpointStorage.open

@@ -224,11 +224,11 @@ class Ways:
     def _load_with_lockstep(self, step: int) -> None:
         """Read with every digest checked, as a resumed run does."""
         # The search is a part of it: the ranks first agree on a checkpoint that all of them can read.
-        reader = newest_valid(self.storage, VerifyingRanks.of(self.runtime))
-        assert reader is not None, "nothing was saved"
+        found = newest_valid(self.storage, VerifyingRanks.of(self.runtime))
+        assert found is not None, "nothing was saved"
 
         for name, tensor in self.state.items():
-            tensor.copy_(reader.read(name))
+            tensor.copy_(found.reader.read(name))
 
 
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:

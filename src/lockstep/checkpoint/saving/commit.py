@@ -27,6 +27,7 @@ from dataclasses import replace
 
 import lockstep
 from lockstep import faults
+from lockstep.checkpoint.integrity import check_size
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_manifest
 from lockstep.checkpoint.manifest_reader import decode_manifest
 from lockstep.checkpoint.metrics import write_metrics
@@ -36,8 +37,8 @@ from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, as_text
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import NotDurable
+from lockstep.checkpoint.storage.retry import Backoff
 from lockstep.checkpoint.storage.transitions import commit_draft, delete_replaced, finish_deletions, update_latest
-from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
 
@@ -123,7 +124,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
-    pause = 0.01
+    pauses = Backoff(0.01, 0.25)
 
     while True:
         # What has been confirmed is not read again.
@@ -145,8 +146,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
             files = "its file" if len(missing) == 1 else "their files"
             raise SaveError(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
 
-        abort.sleep(pause)
-        pause = min(pause * 1.5, 0.25)
+        abort.sleep(pauses.next())
 
 
 def _manifest(step: int, confirmations: list[Confirmation], of_rank0: Rank0Contents, has_metrics: bool) -> Manifest:

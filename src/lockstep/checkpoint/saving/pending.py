@@ -19,6 +19,7 @@ from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage.checkpoint import list_checkpoints
+from lockstep.checkpoint.storage.retry import Backoff
 from lockstep.errors import UserError
 from lockstep.runtime.context import EventLogger, Runtime
 
@@ -62,11 +63,10 @@ class PendingSave:
         # The metrics of an evaluation that came after the start of this save, until they are in its checkpoint.
         self._late_metrics: Mapping[str, float] | None = None
 
-        # How many saves have failed since the last commit, why the last of them did, and when to try again, by this
-        # rank's clock.
-        self._failures = 0
+        # Why the last save has failed (None: it has not), and when to try again, by this rank's clock.
         self.failure: str | None = None
         self._retry_at = math.inf
+        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
 
         # What follows if a save fails, for the warning.
         self.what_follows = CONTINUES
@@ -165,8 +165,8 @@ class PendingSave:
 
         self.last_committed = self.save.step
         self.save = None
-        self._failures = 0
         self.failure = None
+        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
         return False
 
     def abort_if_failed(self) -> bool:
@@ -195,10 +195,7 @@ class PendingSave:
         with self._runtime.heartbeat.visit("commit"):
             self.save.abort(reason)
 
-        # The exponent has a limit, too: a float overflows after 1,024 failures.
-        self._retry_at = time.monotonic() + min(RETRY_S * 2 ** min(self._failures, 6), MAX_RETRY_S)
-        self._failures += 1
-
+        self._retry_at = time.monotonic() + self._backoff.next()
         self.failure = reason
         step = self.save.step
         self.save = None

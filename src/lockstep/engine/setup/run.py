@@ -241,7 +241,7 @@ def _open_checkpoints(
     builder: RunBuilder, trained: TrainedModel, stepper: Stepper, source: BatchSource
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
-    builder.registered.is_open = False
+    builder.registered.close()
     role = trained.driver.role
     state = RunState(
         model=trained.driver.model,
