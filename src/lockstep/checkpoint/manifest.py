@@ -244,6 +244,16 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     }
 
 
+def tensors_from_json(encoded: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    """Undo `tensors_to_json`, without a check: `manifest_reader` decodes what is not trusted."""
+    tensors = {}
+    for name, entry in encoded.items():
+        pieces = tuple(Piece(p["file"], tuple(p["offset"]), tuple(p["shape"])) for p in entry["pieces"])
+        tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces)
+
+    return tensors
+
+
 def float_to_json(value: float) -> Any:
     """Return a number as strict JSON, which has no NaN and no infinity."""
     return value if math.isfinite(value) else {"$float": repr(float(value))}

@@ -27,7 +27,7 @@ from lockstep.checkpoint.integrity import verify_files
 from lockstep.checkpoint.loading import search
 from lockstep.checkpoint.loading.search import ReportedProblem, VerifyingRanks, newest_valid
 from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode_manifest
-from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
+from lockstep.checkpoint.manifest_reader import check_written, decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
@@ -626,6 +626,39 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
     with pytest.raises(Damaged, match=why):
         decode_manifest(json.dumps(document).encode(), at(pristine))
+
+
+def moved(manifest: Manifest, **fields: Any) -> Manifest:
+    """Change the second piece of a tensor."""
+    entry = manifest.tensors["model.weight"]
+    first, second = entry.pieces
+    changed = replace(entry, pieces=(first, second._replace(**fields)))
+    return replace(manifest, tensors=manifest.tensors | {"model.weight": changed})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: replace(m, files=(*m.files, m.files[0])), "listed twice"),
+        (lambda m: replace(m, files=(replace(m.files[0], name="../part"), m.files[1])), "not a plain file name"),
+        (lambda m: moved(m, offset=(0, 0)), "not a grid"),
+        (lambda m: moved(m, offset=(5, 0)), "exceeds the tensor's shape"),
+        (lambda m: moved(m, shape=(1, 3)), "do not add up to the full tensor"),
+        (lambda m: moved(m, file="other"), "not listed"),
+        (lambda m: moved(m, file=m.files[0].name), "two pieces in the same file"),
+        (lambda m: replace(m, aliases={"t": "nobody"}), "has no valid target"),
+        (lambda m: replace(m, values={"a": {"$float": "2"}}), "is not a number"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(pristine, change, why):
+    manifest = read_manifest(at(pristine / "step-00000020"))
+    check_written(manifest, 1000, at(pristine))
+    with pytest.raises(Damaged, match=why):
+        check_written(change(manifest), 1000, at(pristine))
+    with pytest.raises(Damaged, match=why):
+        decode_manifest(encode_manifest(change(manifest)), at(pristine))
+    with pytest.raises(Damaged, match="more than"):
+        check_written(manifest, 2**30, at(pristine))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ import lockstep
 from lockstep import faults
 from lockstep.checkpoint.integrity import check_size
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_manifest
-from lockstep.checkpoint.manifest_reader import decode_manifest
+from lockstep.checkpoint.manifest_reader import check_written
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.context import Rank0Contents
@@ -52,9 +52,8 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
     manifest = _manifest(draft.step, confirmations, of_rank0, has_metrics=bool(metrics))
     encoded = encode_manifest(manifest)
 
-    # Check that the manifest can be loaded.
     uncommitted = Checkpoint(storage, draft.name)
-    decode_manifest(encoded, uncommitted)
+    check_written(manifest, len(encoded), uncommitted)
 
     if metrics:
         write_metrics(uncommitted, metrics)

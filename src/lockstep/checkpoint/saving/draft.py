@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry, tensors_to_json
+from lockstep.checkpoint.manifest import File, TensorEntry, tensors_from_json, tensors_to_json
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.run_folder.checkpoint_names import MANIFEST, confirmation_name, draft_name, file_name
 
@@ -37,12 +37,7 @@ class Confirmation:
         fields = json.loads(data)
         file = File(**fields["file"]) if fields["file"] else None
 
-        tensors = {}
-        for name, entry in fields["tensors"].items():
-            pieces = tuple(Piece(**piece) for piece in entry["pieces"])
-            tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces)
-
-        return cls(file, tensors, fields["error"])
+        return cls(file, tensors_from_json(fields["tensors"]), fields["error"])
 
 
 class Draft:
