@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from classic_net import among, net, numbers, weights
 from lockstep.checkpoint.choose import choose
+from lockstep.checkpoint.integrity import verify_checkpoint
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
 from lockstep.errors import UserError
 from lockstep.runtime.world import World

@@ -116,8 +116,9 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
     from lockstep.run_folder.checkpoint_names import folder_name
 
     only = None if step is None else folder_name(step)
-    reader = newest_valid(CheckpointStorage(run / "checkpoints"), VerifyingRanks.alone(), only)
-    assert reader is not None
+    found = newest_valid(CheckpointStorage(run / "checkpoints"), VerifyingRanks.alone(), only)
+    assert found is not None
+    reader = found.reader
     tensors = {name: reader.read(name) for name in reader.names()}
     return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
 

@@ -34,8 +34,9 @@ class Large(lockstep.Task):
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    reader = newest_valid(CheckpointStorage(run / "checkpoints"), VerifyingRanks.alone())
-    assert reader is not None
+    found = newest_valid(CheckpointStorage(run / "checkpoints"), VerifyingRanks.alone())
+    assert found is not None
+    reader = found.reader
     return {name: reader.read(name) for name in reader.names()}
 
 

@@ -83,7 +83,7 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         ]
         if run.trained_model.optimizers.masters:
             states += run.trained_model.optimizers.masters.persistent_tensors()
-        run.checkpoints.pending.close()
+        run.checkpoints.close()
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.
         for tensors in (parameters, states):

@@ -185,7 +185,7 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(batches, loss)
-        run.checkpoints.pending.close()
+        run.checkpoints.close()
         gradient = sum(p.nbytes for p in driver.parameters.values())
         return {"share": sum(sent) / gradient, "waiting": max(waiting), "gradient": gradient}
 

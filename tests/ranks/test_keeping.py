@@ -21,6 +21,8 @@ from lockstep import faults
 from lockstep.api import Best, RunResult
 from lockstep.checkpoint import command
 from lockstep.checkpoint.saving import pending
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
@@ -230,11 +232,61 @@ def test_all_ranks_try_a_save_again_that_failed_on_one(pool: Pool, tmp_path: Pat
     assert 6 < first < 12 == last
 
 
-def test_a_full_disk_in_the_last_save_is_logged_too(pool: Pool, tmp_path: Path) -> None:
-    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 6}
-    pool.run(faulty, Regression(), values, [{"how": "disk full", "rank": 1, "step": 12}], world=2)
-    assert steps_kept(tmp_path) == [6]
-    assert "STEP 12 WAS NOT WRITTEN" in events(tmp_path, "warning")[0]["reason"]
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("final", ["last", "best"])
+def test_the_last_save_is_tried_once_more(pool: Pool, tmp_path: Path, failures: int, final: str) -> None:
+    """The warning said that training continues, and the summary did not say that the checkpoint is missing."""
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 6, "checkpoint.final": final}
+    if final == "best":
+        values |= {"checkpoint.best": "eval_loss", "evaluate.every": 4, "evaluate.batch": 4}
+
+    full = {"how": "disk full", "rank": 1, "step": 12}
+    traces = pool.run(faulty, Scored(), values, [full] * failures, world=2)
+    reasons = [event["reason"] for event in events(tmp_path, "warning")]
+    assert all("STEP 12 WAS NOT WRITTEN" in reason for reason in reasons)
+    follows = ["The run saves once more before it ends; the last", "The run ends without it; the last"]
+    assert [text in reason for text, reason in zip(follows, reasons, strict=False)] == [True] * failures
+
+    assert len(reasons) == failures
+    assert (12 in steps_kept(tmp_path)) == (failures == 1)
+    assert (tmp_path / "model.safetensors").exists()
+    for trace in traces:
+        assert ("no space left" in trace.summary.get("save_failed", "")) == (failures == 2)
+
+
+def test_a_save_that_failed_is_tried_again_at_the_end(pool: Pool, tmp_path: Path) -> None:
+    """The pause before the next try was longer than the rest of the run."""
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 7, "checkpoint.at_end": False}
+    [trace] = pool.run(faulty, Regression(), values, [{"how": "disk full", "step": 7}], world=1)
+    assert steps_kept(tmp_path) == [12]
+    assert "save_failed" not in trace.summary
+
+
+def taken_over(world: World, store: Any, values: dict[str, Any], at: int) -> Trace:
+    """A job whose run another attempt takes over after this many steps."""
+
+    class Suspended(Regression):
+        def after_step(self, run: Any, result: Any) -> None:
+            if run.steps_done == at:
+                claim(CheckpointStorage.of_run(Path(values["run_dir"])), "another")
+
+    return fit(world, store, Suspended(), values)
+
+
+@pytest.mark.parametrize("at", [1, 12])
+@pytest.mark.parametrize("every", [3, None])
+def test_a_run_that_was_taken_over_ends_and_writes_no_weights(
+    pool: Pool, tmp_path: Path, at: int, every: int | None
+) -> None:
+    """It took that for a full disk, trained to its end, and replaced the weights of the other attempt."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"of the other attempt")
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": every, "checkpoint.asynchronous": False}
+    errors = pool.errors(taken_over, values, at, world=2)
+    assert_user_errors(errors, "another attempt has taken over this run")
+    assert weights.read_bytes() == b"of the other attempt"
+    assert not (tmp_path / "summary.json").exists()
+    assert events(tmp_path, "warning") == []
 
 
 # ---- going back to a checkpoint that --resume names ----

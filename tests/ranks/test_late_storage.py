@@ -57,7 +57,7 @@ class LateStorage:
 def resumed_late(world: World, store: Any, values: dict[str, Any], late_rank: int, late: str) -> dict[str, Any]:
     """A job: a run that resumes while one rank sees `late`, a folder or a file in it, only after some looks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "ATTEMPT_PAUSE_S", 0.01)
+        patch.setattr(search, "LOOK_PAUSE_S", 0.01)
         patch.setattr(retry, "FIRST_PAUSE_S", 0.01)
         storage = LateStorage(lambda name: name == late and world.rank == late_rank)
         storage.install(patch)

@@ -348,8 +348,9 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
     ]
     save.wait()
     assert isinstance(save.outcome, Committed), save.outcome
-    reader = newest_valid(storage, VerifyingRanks.alone())
-    assert reader is not None
+    found = newest_valid(storage, VerifyingRanks.alone())
+    assert found is not None
+    reader = found.reader
     assert {name: tuple(reader.read(name).shape) for name in reader.names()} == {
         "model.rows": (0, 3),
         "model.copies": (0,),

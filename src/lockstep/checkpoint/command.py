@@ -15,6 +15,7 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.choose import checkpoints_at, choose, retention_of, run_folder_of, storage_of
 from lockstep.checkpoint.export import export_weights
+from lockstep.checkpoint.integrity import check_size, verify_checkpoint
 from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of
@@ -22,7 +23,6 @@ from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import delete_checkpoint
-from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.observe.formats import columns
 from lockstep.run_folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in

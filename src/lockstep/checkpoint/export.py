@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.checkpoint.integrity import deleted, verify_checkpoint
 from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight_name
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.run_folder.names import AVERAGED_WEIGHTS, WEIGHTS
 

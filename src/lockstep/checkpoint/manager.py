@@ -1,27 +1,27 @@
-"""The checkpoint manager: one object for everything that a run does with its checkpoints.
+"""The checkpoint manager: it makes the objects with which a run saves and restores itself, and carries out a save.
 
-    resume                               before the first step
+    open, resume                         before the first step
     rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as later saves
     pending.poll                         after each step: did the save in flight fail on this rank?
-    save_due, wants_save                 after each step: is a save due?
-    pending.add_metrics, is_new_best     after an evaluation
+    decision.ask_if_due, is_due          after each step: is a save due?
+    evaluated                            after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
-    rewind                               when a step was not applied and the policy is rewind
+    rewinder.rewind                      when a step was not applied and the policy is rewind
     pending.settle                       at the end, and before the next save or a rewind
-    best, last_location, pending.close   after that
+    check_owner                          before the weights are written
+    best, last_location, close           after that
 
-`RunState.contents_of_rank` collects what a rank writes, `saving` writes it, and `loading` finds and loads a checkpoint.
-All ranks call these methods at the same step. `pending` is the save in flight (`PendingSave`), and `rewinder` takes the
-run back during training (`Rewinder`).
+All ranks call these at the same step. The engine uses four of the objects itself: `state` is the state of the run
+(`RunState`), `decision` decides whether to save (`SaveDecision`), `pending` is the save in flight (`PendingSave`), and
+`rewinder` takes the run back during training (`Rewinder`).
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,21 +32,23 @@ from lockstep.checkpoint.loading.rewind import Rewinder
 from lockstep.checkpoint.preflight import check_room, check_same_names, check_store
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.pending import PendingSave
+from lockstep.checkpoint.saving.decision import SaveDecision
+from lockstep.checkpoint.saving.outcome import SaveError, TakenOver
+from lockstep.checkpoint.saving.pending import PendingSave, taken_over_error
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.retry import retry_on_rank0
+from lockstep.checkpoint.storage.retry import WRITE_FIX, fix_or_wait, retry_on_rank0
 from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
+from lockstep.errors import UserError
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
 from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
-from lockstep.task import StepResult
 
 
 class CheckpointManager:
@@ -60,121 +62,107 @@ class CheckpointManager:
         runtime: Runtime,
         log_event: EventLogger,
         update: Update,
+        ask_for_save: Callable[[bool], None],
         fixed_settings: Collection[str] = (),
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `update` waits, in the next step, until a save has copied the optimizers' state. `fixed_settings`: see `Task`.
+        `update` waits, in the next step, until a save has copied the optimizers' state. `ask_for_save`: see
+        `SaveDecision`. `fixed_settings`: see `Task`.
         """
         # The objects of the run.
-        self.folder = folder
         self.state = state
-        self.config = config
-        self.runtime = runtime
-        self.log_event = log_event
-        self.update = update
+        self._folder = folder
+        self._config = config
+        self._runtime = runtime
+        self._log_event = log_event
+        self._update = update
 
         # The parts of this manager, each with one job.
-        checkpoint_config = config.checkpoint
-        self.storage = storage = CheckpointStorage.of_run(folder.path, checkpoint_config.store)
+        self._storage = storage = CheckpointStorage.of_run(folder.path, config.checkpoint.store)
         self._context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
             world_size=runtime.world.size,
             token=folder.token,
-            checkpoint_config=checkpoint_config,
+            checkpoint_config=config.checkpoint,
             on_commit=folder.end_going_back,
         )
-        self._saver = Saver(self._context, checkpoint_config.asynchronous)
-        self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
+        self._saver = Saver(self._context)
+        self.pending = PendingSave(self._context, runtime, log_event, folder.as_shown)
+        self.decision = SaveDecision(config, runtime, self.pending, ask_for_save)
         self._resumer = Resumer(folder, storage, state, config, runtime, log_event, fixed_settings)
         self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, log_event)
 
-        # When a checkpoint was last saved or loaded; before that, when the run began.
-        self._last_time = time.monotonic()
+    # ---- before the first step ----
 
-    # ---- resuming ----
+    def open(self) -> None:
+        """Claim the storage, and check that it can take checkpoints. Collective.
 
-    def resume(self) -> Resumed | None:
-        """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
-
-        Collective. Raise a UserError if the ranks do not save the same objects, if the store of the checkpoints keeps
-        nothing, if the settings ask for checkpoints and there is no room for one, or if the storage cannot be read or
-        written for `checkpoint.timeout` seconds.
+        Raise a UserError if the ranks do not save the same objects, if the store of the checkpoints keeps nothing, if
+        the settings ask for checkpoints and there is no room for one, or if the storage cannot be read or written for
+        `checkpoint.timeout` seconds.
         """
         # Check this before anything is changed, and not at the first save, which may come hours later.
-        check_same_names(self.state.registered, self.runtime)
+        check_same_names(self.state.registered, self._runtime)
 
-        problem = f"the checkpoints in {self.storage.root} cannot be claimed"
-        retry_on_rank0(self.runtime, self.config.checkpoint.timeout, self._claim, problem)
+        timeout_s = self._config.checkpoint.timeout
+        problem = f"the checkpoints in {self._storage.root} cannot be claimed"
+        retry_on_rank0(self._runtime, timeout_s, self._claim, problem)
 
         # Any run may save on request, so this is checked in all of them.
-        check_store(self.storage, self.runtime, self.config.checkpoint.timeout)
+        check_store(self._storage, self._runtime, timeout_s)
 
         # A run that may never save does not need the room.
-        if self._saves_by_settings():
-            check_room(self.storage, self.state, self.runtime, self.config.checkpoint.timeout, self.log_event)
-
-        reader = self._resumer.find(self.folder.start_from)
-        if reader is None:
-            return None
-
-        resumed = self._resumer.load(reader)
-        self.pending.note_loaded(resumed.own_step)
-        self._last_time = time.monotonic()
-        return resumed
-
-    def _saves_by_settings(self) -> bool:
-        """Return whether the settings ask for checkpoints. The user's code and signals may ask for more."""
-        config = self.config.checkpoint
-        return bool(config.every or config.minutes or config.at_end or config.best or self.rewinder.policy)
+        if self.decision.by_settings:
+            check_room(self._storage, self.state, self._runtime, timeout_s, self._log_event)
 
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
 
         After an OSError it may be called again.
         """
-        claim(self.storage, self.folder.token)
+        claim(self._storage, self._folder.token)
 
         # Free the space of what killed attempts left behind.
-        delete_leftovers(self.storage, self.folder.token)
+        delete_leftovers(self._storage, self._folder.token)
 
         # If rank 0 was killed right after a commit, `latest` names an older checkpoint.
-        update_latest(self.storage)
+        update_latest(self._storage)
 
-    # ---- is a save due? ----
+    def resume(self) -> Resumed | None:
+        """Load the checkpoint from which the run starts. Return None if there is none. Call `open` first. Collective.
 
-    def save_due(self, step: int, requested: bool) -> bool:
-        """Return whether to save the state after `step` steps: it is `requested`, or due by `checkpoint.every`. Local.
-
-        The same state is not saved twice, unless its first save was aborted.
+        Raise a UserError if it cannot be loaded, or cannot be read for `checkpoint.timeout` seconds.
         """
-        if self.pending.has_step(step):
-            return False
+        reader = self._resumer.find(self._folder.start_from)
+        if reader is None:
+            return None
 
-        every = self.config.checkpoint.every
-        return requested or (every is not None and step % every == 0)
+        resumed = self._resumer.load(reader)
+        self.pending.note_loaded(resumed.own_step)
+        return resumed
 
-    def wants_save(self) -> bool:
-        """Return whether rank 0 requests a save: after `checkpoint.minutes`, or because the last one failed. Local."""
-        # Clocks differ between machines, so only rank 0's is used. The control word carries its request.
-        if not self.runtime.is_main:
-            return False
+    # ---- after an evaluation ----
 
-        minutes = self.config.checkpoint.minutes
-        is_time = minutes is not None and time.monotonic() - self._last_time > 60 * minutes
-        return is_time or self.pending.retry_due()
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation to the checkpoint of this step, or save it if they are the best. Collective.
 
-    def is_new_best(self, metrics: Mapping[str, float]) -> bool:
+        The best checkpoint belongs to the best evaluation, so it is saved now, and not when the next save is due.
+        """
+        if not self.pending.add_metrics(step, metrics) and self._is_new_best(metrics):
+            self.decision.agree()
+
+    def _is_new_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether these metrics are better than all checkpoints' metrics, by `checkpoint.best`. Collective.
 
         All ranks get the same answer, because rank 0 alone looks at the checkpoints.
         """
-        found = score(self.config.checkpoint, metrics)
+        found = score(self._config.checkpoint, metrics)
         if found is None:
             return False
 
-        best = self.runtime.collectives.run_on_rank0(self._best_score)
+        best = self._runtime.collectives.run_on_rank0(self._best_score)
         return best is not None and found > best
 
     def _best_score(self) -> float | None:
@@ -188,21 +176,18 @@ class CheckpointManager:
         except OSError:
             return None
 
-        scores = [score(self.config.checkpoint, metrics) for metrics in (*saved.values(), self.pending.metrics)]
+        scores = [score(self._config.checkpoint, metrics) for metrics in (*saved.values(), self.pending.metrics)]
         return max((found for found in scores if found is not None), default=-math.inf)
-
-    # ---- rewinding ----
-
-    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> None:
-        """Rewind to the last checkpoint, as `Rewinder.rewind` says. Collective."""
-        self.rewinder.rewind(result, span)
-        self._last_time = time.monotonic()
 
     # ---- saving ----
 
     def prepare(self) -> None:
-        """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective."""
-        self._saver.reserve(self.state.shards_of(self.state.capture_tensors(), self.runtime))
+        """Allocate the buffer for snapshots early, so that the first save is as short as later saves. Collective.
+
+        It holds all that this rank writes, in pinned memory, so a run that may never save does without it.
+        """
+        if self.decision.by_settings:
+            self._saver.reserve(self.state.shards_of(self.state.capture_tensors(), self._runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `step` steps, and write it in the background while training continues. Collective.
@@ -211,33 +196,55 @@ class CheckpointManager:
         new seed (`reseed_at`).
         """
         self.pending.settle()
-        with self.runtime.heartbeat.visit("snapshot", step):
-            contents = self.state.contents_of_rank(self.runtime, self.log_event, self._run_values(plan))
-            save = self.pending.copy_and_write(step, contents, metrics)
+        with self._runtime.heartbeat.visit("snapshot", step):
+            contents = self.state.contents_of_rank(self._runtime, self._log_event, self._about_run(plan))
+            save = self._saver.copy_and_write(step, contents, metrics)
+
+        self.pending.follow(save)
 
         # The next update changes the optimizers' state, which may still be copied.
-        self.update.before_next_update(save.wait_for_copy)
+        self._update.before_next_update(save.wait_for_copy)
 
-        self._last_time = time.monotonic()
-        reseed_at(self.config.seed, step)
+        self.decision.carried_out()
+        reseed_at(self._config.seed, step)
 
-    def _run_values(self, plan: Plan) -> dict[str, Any]:
+    def _about_run(self, plan: Plan) -> dict[str, Any]:
         """Return what the manifest says about the run besides its state: settings, plan, versions."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
-            "config": settings_as_text(self.config),
+            "config": settings_as_text(self._config),
             "plan": plan.as_record(),
-            "world": self.runtime.world.size,
+            "world": self._runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
         }
 
     # ---- at the end ----
 
+    def check_owner(self) -> None:
+        """Raise a UserError if another attempt has taken over the run. Local: rank 0 calls it before it writes."""
+        try:
+            self._context.check_owner()
+        except TakenOver as error:
+            raise taken_over_error(str(error)) from None
+        except SaveError:
+            pass  # somebody has deleted the checkpoints: nobody else has the run
+        except OSError as error:
+            raise UserError(
+                f"the owner of the run cannot be read, so its files are not changed: {error}",
+                "",
+                fix_or_wait(WRITE_FIX),
+            ) from error
+
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if one cannot be read now."""
-        return best_checkpoint(self._context.metrics_cache, self.config.checkpoint)
+        return best_checkpoint(self._context.metrics_cache, self._config.checkpoint)
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""
         step = self.pending.last_committed
-        return None if step is None else str(Checkpoint.of(self.storage, step).path)
+        return None if step is None else str(Checkpoint.of(self._storage, step).path)
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Give the save in flight `timeout` seconds to end, then abort it, and free the buffer. Local."""
+        self.pending.close(timeout)
+        self._saver.close()

@@ -2,7 +2,7 @@
 
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
-    config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
+    config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._about_run`)
     loop.NAME                         the state of an object of the loop (`LoopState.state_dict`)
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
@@ -242,6 +242,16 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
         }
         for name, entry in tensors.items()
     }
+
+
+def tensors_from_json(encoded: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    """Undo `tensors_to_json`, without a check: `manifest_reader` decodes what is not trusted."""
+    tensors = {}
+    for name, entry in encoded.items():
+        pieces = tuple(Piece(p["file"], tuple(p["offset"]), tuple(p["shape"])) for p in entry["pieces"])
+        tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces)
+
+    return tensors
 
 
 def float_to_json(value: float) -> Any:

@@ -39,6 +39,7 @@ from lockstep.checkpoint.manifest import (
     canonical,
 )
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.retry import NO_RIGHT
 from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
 
 # Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
@@ -68,7 +69,7 @@ def as_invalid(checkpoint: Checkpoint, file: str) -> Iterator[None]:
         raise Missing(checkpoint, file, "missing") from None
     except OSError as error:
         # EINVAL: not a regular file. After any other error, the bytes may still be intact.
-        kind = {errno.EINVAL: Damaged, errno.EACCES: Forbidden}.get(error.errno or 0, Unreadable)
+        kind = Forbidden if error.errno in NO_RIGHT else Damaged if error.errno == errno.EINVAL else Unreadable
         raise kind(checkpoint, file, f"cannot be read: {error.strerror or error}") from None
 
 
@@ -98,6 +99,19 @@ def decode_manifest(data: bytes, checkpoint: Checkpoint) -> Manifest:
         # again and again, which takes as long as the rest.
         with garbage.paused():
             return _decode(data, checkpoint)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
+
+
+def check_written(manifest: Manifest, size: int, checkpoint: Checkpoint) -> None:
+    """Check a manifest before it is written with `size` bytes, so that it can be read again. Raise Damaged.
+
+    Its objects are checked as `decode_manifest` checks them. To decode it would take several times as long as to encode
+    it, and training would wait, because threads share the interpreter.
+    """
+    try:
+        require(size <= _MAX_MANIFEST_BYTES, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
+        _check_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
 
@@ -199,23 +213,35 @@ def _manifest(content: Any, digest: str) -> Manifest:
     time = fields["time"]
     require(type(time) in (int, float) and 0 <= time < 1e11, "time is not a number of seconds since 1970")
 
-    files = tuple(_file(item) for item in fields["files"])
-    names = {file.name for file in files}
-    require(len(names) == len(files), "a file is listed twice")
+    files = tuple(File(**check_fields(item, "a file", name=str, size=int, digest=str)) for item in fields["files"])
+    tensors = {name: _tensor(name, item) for name, item in fields["tensors"].items()}
+    manifest = Manifest(
+        fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"], digest
+    )
 
-    tensors = {name: _tensor(name, item, names) for name, item in fields["tensors"].items()}
+    _check_manifest(manifest)
+    return manifest
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Check the values of a manifest's fields, whose types are right. Raise ValueError."""
+    for file in manifest.files:
+        _check_file(file)
+
+    names = {file.name for file in manifest.files}
+    require(len(names) == len(manifest.files), "a file is listed twice")
+
+    for name, entry in manifest.tensors.items():
+        _check_tensor(f"tensor {name!r}", entry, names)
 
     # The target of an alias is a tensor, not another alias.
-    for name, target in fields["aliases"].items():
+    for name, target in manifest.aliases.items():
         require(
-            isinstance(target, str) and target in tensors and name not in tensors,
+            isinstance(target, str) and target in manifest.tensors and name not in manifest.tensors,
             f"the alias {name!r} has no valid target",
         )
 
-    check_floats(fields["values"])
-    return Manifest(
-        fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"], digest
-    )
+    check_floats(manifest.values)
 
 
 def check_floats(value: Any) -> None:
@@ -233,47 +259,52 @@ def check_floats(value: Any) -> None:
                 check_floats(item)
 
 
-def _file(item: Any) -> File:
-    """Check the entry of a file."""
-    file = File(**check_fields(item, "a file", name=str, size=int, digest=str))
-
+def _check_file(file: File) -> None:
     # A name such as "../x" would point outside the checkpoint: allow no separator, and no dot at the beginning.
     plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", file.name) and file.name != MANIFEST
     require(bool(plain), f"{file.name[:60]!r} is not a plain file name")
 
-    return file
 
-
-def _tensor(name: str, item: Any, files: set[str]) -> TensorEntry:
-    """Check the entry of a tensor: its dtype, its size, and that its pieces cover it."""
+def _tensor(name: str, item: Any) -> TensorEntry:
+    """Return the entry of a tensor, if its fields have the right types."""
     what = f"tensor {name!r}"
     fields = check_fields(item, what, dtype=str, shape=list, pieces=list)
-    dtype = fields["dtype"]
+    shape = check_counts(fields["shape"], what, "shape")
+    what_piece = f"a piece of {what}"
+    return TensorEntry(fields["dtype"], shape, tuple(_piece(piece, what_piece) for piece in fields["pieces"]))
+
+
+def _piece(item: Any, what: str) -> Piece:
+    """Return a piece of a tensor, if its fields have the right types."""
+    fields = check_fields(item, what, file=str, offset=list, shape=list)
+    offset = check_counts(fields["offset"], what, "offset")
+    return Piece(fields["file"], offset, check_counts(fields["shape"], what, "shape"))
+
+
+def _check_tensor(what: str, entry: TensorEntry, files: set[str]) -> None:
+    """Check the entry of a tensor: its dtype, its size, and that its pieces cover it. `files` are those listed."""
+    dtype, shape, pieces = entry.dtype, entry.shape, entry.pieces
     require(dtype in DTYPES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
     # Count a dimension of 0 as 1: torch multiplies the other dimensions too, and could overflow.
-    shape = check_counts(fields["shape"], what, "shape")
     require(byte_count((max(length, 1) for length in shape), dtype) <= _MAX_BYTES, f"{what} would be too large")
 
     what_piece = f"a piece of {what}"
-    pieces = tuple(_piece(piece, what_piece, shape, files) for piece in fields["pieces"])
+    for piece in pieces:
+        _check_piece(what_piece, piece, shape, files)
 
     # Each tensor of a file is used by one piece only. Otherwise a small file could expand to a large tensor.
     require(len({piece.file for piece in pieces}) == len(pieces), f"{what} has two pieces in the same file")
     _check_cover(what, shape, pieces)
 
-    return TensorEntry(dtype, shape, pieces)
 
-
-def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -> Piece:
+def _check_piece(what: str, piece: Piece, full_shape: tuple[int, ...], files: set[str]) -> None:
     """Check a piece of a tensor, which has the shape `full_shape`."""
-    fields = check_fields(item, what, file=str, offset=list, shape=list)
-    offset = check_counts(fields["offset"], what, "offset")
-    shape = check_counts(fields["shape"], what, "shape")
+    file, offset, shape = piece
 
     # A file that is not listed has no digest.
-    if fields["file"] not in files:
-        raise ValueError(f"{what} is in {fields['file'][:60]!r}, which is not listed")
+    if file not in files:
+        raise ValueError(f"{what} is in {file[:60]!r}, which is not listed")
 
     if not len(offset) == len(shape) == len(full_shape):
         raise ValueError(f"{what} has a different number of dimensions")
@@ -281,8 +312,6 @@ def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -
     for start, length, limit in zip(offset, shape, full_shape, strict=True):
         if start + length > limit:
             raise ValueError(f"{what} exceeds the tensor's shape")
-
-    return Piece(fields["file"], offset, shape)
 
 
 def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:

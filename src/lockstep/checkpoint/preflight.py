@@ -57,12 +57,11 @@ def check_room(
     """Raise a UserError if there is no room for the weights, and warn if two checkpoints do not fit. Collective."""
     # The optimizers allocate their state later, so its size is an estimate.
     known = state.bytes_without_optimizers(runtime)
+    estimate = state.estimated_optimizer_bytes(runtime)
 
-    # All ranks use rank 0's numbers, so that either all of them raise or none does.
+    # All ranks use the free space that rank 0 sees, so that either all of them raise or none does.
     problem = f"the free space in {storage.location} cannot be determined"
-    free, estimate = retry_on_rank0(
-        runtime, timeout_s, lambda: [storage.free_bytes(), state.estimated_optimizer_bytes()], problem
-    )
+    free = retry_on_rank0(runtime, timeout_s, storage.free_bytes, problem)
     if free is None:
         return
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -28,7 +26,7 @@ from lockstep.checkpoint.rank_file import Header, locate, read_header
 from lockstep.checkpoint.storage import retry
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
-from lockstep.errors import UserError, printable
+from lockstep.errors import UserError
 
 # How many files a reader keeps open. A rank may need the files of thousands of ranks: more than a process may open.
 MAX_OPEN_FILES = 64
@@ -46,7 +44,6 @@ class CheckpointReader:
         self,
         checkpoint: Checkpoint,
         manifest: Manifest,
-        skipped: Sequence[Damaged] = (),
         beat: Callable[[], None] = lambda: None,
         timeout_s: float | None = None,
     ):
@@ -56,8 +53,6 @@ class CheckpointReader:
         """
         self.checkpoint = checkpoint
         self.manifest = manifest
-        self.skipped = list(skipped)  # one entry for each newer checkpoint, all of which are damaged
-
         self._timeout_s = timeout_s
         self._beat = beat
         self._bytes_read = 0
@@ -201,37 +196,32 @@ class CheckpointReader:
         A file that is missing was there when it was verified, on this machine or another. So it is waited for, unless
         the checkpoint is gone.
 
-        Each rank waits on its own, because ranks read different files. `storage.retry` is for ranks that act together.
+        Each rank waits on its own, because ranks read different files. `retry_together` is for ranks that act together.
         """
         if self._timeout_s is None:
             return act()
 
-        printed = False
+        wait = retry.Wait(self._timeout_s)
         bytes_read = -1
-        began = 0.0
-        pause = retry.FIRST_PAUSE_S
 
         while True:
             try:
                 return act()
             except (Unreadable, Missing) as problem:
                 if self._bytes_read != bytes_read:
-                    bytes_read, began, pause = self._bytes_read, time.monotonic(), retry.FIRST_PAUSE_S
+                    bytes_read = self._bytes_read
+                    wait.restart()
 
-                left = began + self._timeout_s - time.monotonic()
+                left = wait.left()
                 if isinstance(problem, Missing):
                     if left <= 0 or self._is_deleted():
                         raise
                 elif isinstance(problem, Forbidden) or left <= 0:
                     raise unreadable_error(problem) from None
 
-                if not printed:
-                    text = f"{problem}; trying again for {self._timeout_s:g} s (checkpoint.timeout)"
-                    print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
-                    printed = True
+                wait.say(str(problem))
 
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, retry.MAX_PAUSE_S)
+            wait.pause(left)
             self._beat()
 
     def _is_deleted(self) -> bool:

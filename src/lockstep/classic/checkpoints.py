@@ -20,9 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.integrity import verify_checkpoint
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
@@ -35,7 +36,6 @@ from lockstep.checkpoint.storage.transitions import (
     put_back_replaced,
     set_aside_later,
 )
-from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
@@ -184,16 +184,16 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
         rank=0,
         world_size=1,
         token=token,
-        checkpoint_config=CheckpointConfig(keep=3),
+        checkpoint_config=CheckpointConfig(keep=3, asynchronous=False),
         on_commit=set_later_aside,
     )
 
     # One rank writes everything, in this thread: the state is the same on all ranks.
     captured = state.capture()
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
-    saver = Saver(context, asynchronous=False)
+    saver = Saver(context)
     values = {"state": captured.json_state, "world": world_size}
-    save = saver.copy_and_write(step, RankContents(shards, ManifestValues(captured.aliases, values)))
+    save = saver.copy_and_write(step, RankContents(shards, Rank0Contents(captured.aliases, values)))
     saver.close()
     if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)
@@ -330,15 +330,16 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
 
         # A save of the same step may have been killed when it was about to replace the checkpoint.
         put_back_replaced(storage)
-        reader = newest_valid(storage, VerifyingRanks.alone(), only)
+        found = newest_valid(storage, VerifyingRanks.alone(), only)
 
-        if reader is None:
+        if found is None:
             raise UserError(
                 f"load_checkpoint({str(path)!r}) found no checkpoint there",
                 "",
                 "give the folder that save_checkpoint was given",
             )
 
+        reader = found.reader
         choice["checkpoint"] = reader.checkpoint.name
         choice["folder"] = str(storage.root)
         choice["digest"] = reader.manifest.digest

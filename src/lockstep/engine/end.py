@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from lockstep.checkpoint.export import Weights, read_weights
+from lockstep.checkpoint.saving.pending import ENDS, SAVES_AGAIN
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.tensor_names import aliases_in, frozen_names, is_extra
 from lockstep.config.settings import nested
@@ -42,14 +43,15 @@ def end_training(run: Run) -> None:
     run.stepper.outcome_handler.check_something_learned(counters.steps_done, counters.steps_applied)
     run.check_replicas()
 
-    # The last evaluation may be the best one.
-    at_end = run.config.checkpoint.at_end or run.requests.save_agreed
-    if at_end and run.checkpoints.save_due(counters.steps_done, requested=True):
+    # The last evaluation may be the best one. A save that has failed is tried again now, since no later step will.
+    pending = run.checkpoints.pending
+    pending.what_follows = SAVES_AGAIN
+    if run.checkpoints.decision.is_due_at_end(counters.steps_done):
         run.save_checkpoint()
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
     if run.config.checkpoint.final == "best":
-        run.checkpoints.pending.settle()
+        _finish_last_save(run)
 
     # Write the log lines whose numbers are still on the device.
     run.recorder.poll(wait=True)
@@ -57,10 +59,24 @@ def end_training(run: Run) -> None:
         _save_final_weights(run)
     except UserError:
         # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
-        run.checkpoints.pending.settle()
+        pending.what_follows = ENDS
+        pending.settle()
         raise
 
-    run.checkpoints.pending.settle()
+    _finish_last_save(run)
+
+
+def _finish_last_save(run: Run) -> None:
+    """Wait for the save in flight, and try once more if it fails: there is time, and no later step does it.
+
+    A run whose last checkpoint cannot be written ends as planned all the same, because its weights are saved. The
+    summary says why the checkpoint is missing.
+    """
+    pending = run.checkpoints.pending
+    if pending.settle():
+        pending.what_follows = ENDS
+        run.save_checkpoint()
+        pending.settle()
 
 
 def _log_stop(run: Run) -> None:
@@ -122,6 +138,9 @@ def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[st
 
 def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
     """Write the weights, or the best checkpoint's, as `checkpoint.final` says, on rank 0."""
+    # The files of the run belong to the attempt that continues it.
+    run.checkpoints.check_owner()
+
     if run.config.checkpoint.final == "best":
         best = None
         why = "no checkpoint has a finite value"
@@ -228,7 +247,7 @@ def _release(run: Run) -> None:
 
     release_captures(trained.driver.model)
     trained.driver.parts.close()
-    run.checkpoints.pending.close()
+    run.checkpoints.close()
 
 
 def _write_report(run: Run, summary: dict[str, Any]) -> None:
@@ -253,6 +272,7 @@ def end_preempted(run: Run) -> NoReturn:
     run.source.close()
 
     # If the save failed, there is no checkpoint of this step to report.
+    run.checkpoints.pending.what_follows = ENDS
     save_failed = run.checkpoints.pending.settle()
     saved = None if save_failed else run.checkpoints.last_location()
     path = run.folder.as_shown(saved) if saved else None

@@ -28,7 +28,10 @@ from lockstep.task import BatchSource, StepResult
 
 @dataclass(eq=False)
 class Requests:
-    """The requests of this rank, and the requests that all ranks have agreed on and not carried out yet."""
+    """The requests of this rank, and the requests that all ranks have agreed on and not carried out yet.
+
+    `SaveDecision` (`checkpoint/saving/decision.py`) has the requests for a save.
+    """
 
     stepper: Stepper
     checkpoints: CheckpointManager
@@ -40,7 +43,6 @@ class Requests:
 
     # Agreed: the same on every rank.
     stop_agreed: bool = False
-    save_agreed: bool = False
     evaluate_agreed: bool = False
     preempt_agreed: bool = False
     evaluation_due: bool = False  # the evaluation of this step was interrupted: the resumed run evaluates first
@@ -48,7 +50,6 @@ class Requests:
     stop_reason: str | None = None  # why the run ends before its last step; other ranks may not know it
 
     # Requested by the user's code on this rank, for the next control word.
-    save_requested: bool = False
     stop_requested: str | None = None  # the reason, "" if none was given
 
     _late_result: StepResult | None = None  # read by `accept_late`, for the next step to report
@@ -68,8 +69,9 @@ class Requests:
         # Above 0: some rank has set the flag. Earlier agreements stay.
         self.stop_agreed |= flags.stop > 0
         self.preempt_agreed |= flags.preempt > 0
-        self.save_agreed |= flags.save > 0
         self.evaluate_agreed |= flags.evaluate > 0
+        if flags.save > 0:
+            self.checkpoints.decision.agree()
 
         if flags.new_metrics > 0:
             self.metric_names.announce()
@@ -103,18 +105,7 @@ class Requests:
         late, self._late_result = self._late_result, None
         return late or result
 
-    # ---- a save, an evaluation ----
-
-    def request_save(self) -> None:
-        """Ask all ranks to save, after the step whose control word carries the request."""
-        self.save_requested = True
-        self.stepper.set_flags(save=True)
-
-    def saved(self) -> None:
-        """Mark all requests for a save as carried out."""
-        self.save_agreed = False
-        self.save_requested = False
-        self.stepper.set_flags(save=False)
+    # ---- an evaluation ----
 
     def evaluated(self) -> None:
         """Mark a request for an evaluation as carried out: the next control word must not ask for it again."""

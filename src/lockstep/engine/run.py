@@ -20,6 +20,7 @@ from typing import Any
 
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.saving.pending import SAVES_AGAIN
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.same_data import DataRecord
@@ -233,10 +234,9 @@ class Run:
 
     def _request_what_is_due(self) -> None:
         """Put requests that this rank's clock makes due, and a failed save, into the next control word."""
-        # Any rank may fail to write, or receive a signal that asks for a save. Only rank 0's clock decides
-        # when a save is due.
+        # Any rank may fail to write.
         save_failed = self.checkpoints.pending.poll()
-        save = self.checkpoints.wants_save() or self.runtime.notice.asks_for_save()
+        self.checkpoints.decision.ask_if_due()
         evaluate = False
 
         # The clocks of the ranks differ, so rank 0 decides, and the others follow.
@@ -246,9 +246,7 @@ class Run:
             if self.evaluations.early_stop.time_is_over(seconds):
                 self.requests.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
 
-        # A request of the user's code stays until it is carried out.
-        save |= self.requests.save_requested
-        self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
+        self.stepper.set_flags(save_failed=save_failed, evaluate=evaluate)
 
     @cached_property
     def _has_after_step(self) -> bool:
@@ -267,7 +265,9 @@ class Run:
         self.log.write_if_due()
 
         steps_done = self.steps_done
-        save_due = self.checkpoints.save_due(steps_done, self.requests.save_agreed or self.requests.preempt_agreed)
+        save_due = self.checkpoints.decision.is_due(steps_done, self.requests.preempt_agreed)
+        if self.requests.preempt_agreed:
+            self.checkpoints.pending.what_follows = SAVES_AGAIN
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
@@ -295,7 +295,7 @@ class Run:
 
         steps_at_start = self.resumed.step if self.resumed else 0
         if save_due:
-            self._save_now()
+            self.save_checkpoint()
         elif steps_done == steps_at_start + 1:
             # Allocate the snapshot after the first step of this process, which makes the first save shorter. By now
             # the optimizers have their state, so the size is known. If the forward adds parameters, it has done so.
@@ -305,7 +305,7 @@ class Run:
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.driver.reshard()  # the user's code may have called the model, and left its weights gathered
-        self.checkpoints.rewind(skipped.result, skipped.span)
+        self.checkpoints.rewinder.rewind(skipped.result, skipped.span)
         self.log.interval.restart_clock()
 
     def check_replicas(self) -> None:
@@ -315,24 +315,14 @@ class Run:
 
     # ---- a save ----
 
-    def _save_now(self) -> None:
-        """Save a checkpoint that is due or was requested, and mark the request as carried out."""
-        began = time.perf_counter()
-        self.save_checkpoint()
-
-        # Only now: a save that raises has not carried out the request.
-        self.requests.saved()
-        self.runtime.notice.saved()
-
-        self.log.interval.exclude(time.perf_counter() - began)  # a step does not include the time of a save
-
     def save_if_agreed(self) -> None:
         """Save if the evaluation that a resumed run repeats has asked for it, and this step is not saved here yet."""
-        if self.requests.save_agreed:
-            self._save_now()
+        if self.checkpoints.decision.agreed:
+            self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the current state. Collective."""
+        began = time.perf_counter()
         self.trained_model.guard.check_structure()  # the state of a replaced parameter would have no name
 
         # Checkpoints hold the buffers of rank 0.
@@ -345,6 +335,8 @@ class Run:
         # The weights are copied at once; only the optimizers' state and the averages are copied later.
         with self.trained_model.evaluation_weights():
             self.checkpoints.save(steps_done, self.plan, metrics)
+
+        self.log.interval.exclude(time.perf_counter() - began)  # a step does not include the time of a save
 
     # ---- an evaluation ----
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.loading.search import Gather, VerifyingRanks, newest_valid
+from lockstep.checkpoint.loading.search import Found, Gather, VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.state.encoding import pack, unpack
@@ -63,8 +63,8 @@ def shard(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str
 class WatchedSaver(Saver):
     """A saver that remembers its saves, so that a test can look at them when they have ended."""
 
-    def __init__(self, context: SaveContext, asynchronous: bool):
-        super().__init__(context, asynchronous)
+    def __init__(self, context: SaveContext):
+        super().__init__(context)
         self._running: list[Save] = []
 
     def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
@@ -88,8 +88,8 @@ def savers(
 ) -> list[WatchedSaver]:
     storage = as_storage(place)
     claim(storage, token)
-    contexts = [SaveContext(storage, rank, size, token, settings) for rank in range(size)]
-    return [WatchedSaver(context, asynchronous) for context in contexts]
+    chosen = settings.model_copy(update={"asynchronous": asynchronous})
+    return [WatchedSaver(SaveContext(storage, rank, size, token, chosen)) for rank in range(size)]
 
 
 def commit(
@@ -108,7 +108,7 @@ def commit(
         encoded = pack(dict(values or {"step": step}), "values", {})
         saver.copy_and_write(
             step,
-            RankContents(shard(tensors or state(step), rank, size), ManifestValues(aliases or {}, encoded)),
+            RankContents(shard(tensors or state(step), rank, size), Rank0Contents(aliases or {}, encoded)),
             metrics,
         )
     [report] = team[0].take_ended()
@@ -122,10 +122,10 @@ def is_committed(save: Save) -> bool:
     return isinstance(save.outcome, Committed)
 
 
-def load(place: Path | CheckpointStorage) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
-    reader = newest_valid(as_storage(place), VerifyingRanks.alone())
-    assert reader is not None
-    return reader, {name: reader.read(name) for name in reader.names()}
+def load(place: Path | CheckpointStorage) -> tuple[Found, dict[str, torch.Tensor]]:
+    found = newest_valid(as_storage(place), VerifyingRanks.alone())
+    assert found is not None
+    return found, {name: found.reader.read(name) for name in found.reader.names()}
 
 
 def values_of(reader: CheckpointReader) -> dict[str, Any]:

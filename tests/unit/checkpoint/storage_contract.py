@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store
@@ -208,10 +208,10 @@ class StorageContract:
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
                 saver.copy_and_write(
-                    step, RankContents(shard(state(step), rank, 3), ManifestValues(values={"step": step}))
+                    step, RankContents(shard(state(step), rank, 3), Rank0Contents(values={"step": step}))
                 )
         assert [report.outcome.checkpoint.step for report in team[0].take_ended()] == [1, 2, 3]
         assert set(storage.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(storage)
-        assert found.manifest.values == {"step": 3}
+        assert found.reader.manifest.values == {"step": 3}
         assert same(loaded, state(3))

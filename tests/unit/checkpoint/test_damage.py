@@ -23,16 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.export import read_weights
+from lockstep.checkpoint.integrity import verify_files
 from lockstep.checkpoint.loading import search
 from lockstep.checkpoint.loading.search import ReportedProblem, VerifyingRanks, newest_valid
 from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode_manifest
-from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
+from lockstep.checkpoint.manifest_reader import check_written, decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.transitions import claim, delete_checkpoint
-from lockstep.checkpoint.verify import verify_files
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import file_name
 
@@ -94,7 +94,7 @@ def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage
     marker = tmp_path / "exploded"
     DAMAGES[damage](root / "step-00000020" / file, marker)
     found, loaded = load(root)
-    assert found.manifest.step == 10
+    assert found.reader.manifest.step == 10
     assert same(loaded, state(10))
     assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [("step-00000020", file)]
     assert found.skipped[0].why
@@ -131,7 +131,7 @@ def test_every_bad_file_is_named(root):
 def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(root):
     shutil.copytree(root / "step-00000010", root / "step-99999999")
     found, _ = load(root)
-    assert found.checkpoint.name == "step-00000020"
+    assert found.reader.checkpoint.name == "step-00000020"
     assert [str(damaged) for damaged in found.skipped] == [
         "step-99999999/manifest.json: belongs to step 10: the folder was renamed, or is a copy"
     ]
@@ -178,7 +178,7 @@ def test_exactly_one_checkpoint_can_be_asked_for(root):
     only = "step-00000010"
     found = newest_valid(CheckpointStorage(root), VerifyingRanks.alone(), only)
     assert found is not None
-    assert found.manifest.step == 10
+    assert found.reader.manifest.step == 10
     flip(root / only / file_name(1), 100)
     with pytest.raises(UserError, match=f"{file_name(1)}: the bytes changed"):
         newest_valid(CheckpointStorage(root), VerifyingRanks.alone(), only)
@@ -290,9 +290,9 @@ def test_a_checkpoint_that_its_run_deletes_is_not_damaged(tmp_path):
             commit(root, 2, 2)
             delete_checkpoint(CheckpointStorage(root), "step-00000001", "token")
 
-    reader = newest_valid(CheckpointStorage(root), VerifyingRanks.alone(commit_next))
-    assert reader is not None
-    assert (reader.checkpoint.name, reader.skipped) == ("step-00000002", [])
+    found = newest_valid(CheckpointStorage(root), VerifyingRanks.alone(commit_next))
+    assert found is not None
+    assert (found.reader.checkpoint.name, found.skipped) == ("step-00000002", [])
 
 
 def test_a_damaged_checkpoint_is_still_skipped_if_the_one_before_it_is_deleted(root):
@@ -304,7 +304,7 @@ def test_a_damaged_checkpoint_is_still_skipped_if_the_one_before_it_is_deleted(r
 
     found = newest_valid(CheckpointStorage(root), VerifyingRanks.alone(delete))
     assert found is not None
-    assert found.checkpoint.name == "step-00000010"
+    assert found.reader.checkpoint.name == "step-00000010"
     assert [damaged.checkpoint.name for damaged in found.skipped] == ["step-00000020"]
 
 
@@ -341,7 +341,7 @@ def test_only_deletions_in_a_row_count(tmp_path, monkeypatch):
 
     found = newest_valid(storage, VerifyingRanks.alone(delete))
     assert found is not None
-    assert found.checkpoint.name == "step-00000040"
+    assert found.reader.checkpoint.name == "step-00000040"
 
 
 def test_one_checkpoint_that_was_chosen_and_deleted_is_missing(root):
@@ -367,7 +367,7 @@ def test_all_ranks_come_to_the_same_answer(root, size):
         size, lambda rank, gather: newest_valid(CheckpointStorage(root), VerifyingRanks(rank, size, gather))
     )
     for found in answers:
-        assert found.manifest.step == 10
+        assert found.reader.manifest.step == 10
         assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [
             ("step-00000020", file_name(1))
         ]
@@ -375,14 +375,14 @@ def test_all_ranks_come_to_the_same_answer(root, size):
 
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
-    monkeypatch.setattr("lockstep.checkpoint.verify.verify_file", lambda folder, file, beat: seen.append(file.name))
+    monkeypatch.setattr("lockstep.checkpoint.integrity.verify_file", lambda folder, file, beat: seen.append(file.name))
     together(2, lambda rank, gather: newest_valid(CheckpointStorage(pristine), VerifyingRanks(rank, 2, gather)))
     assert sorted(seen) == [file_name(0), file_name(1)]
 
 
 @pytest.mark.parametrize(("first", "second"), [("full", "empty"), ("empty", "full"), ("full", "claimed by another")])
 def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, monkeypatch, first, second):
-    monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
     (tmp_path / "empty").mkdir()
     shutil.copytree(root, tmp_path / "claimed by another")
     shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
@@ -412,14 +412,14 @@ class StaleListing(CheckpointStorage):
 @pytest.mark.parametrize("old", [[], ["step-00000010"]])
 @pytest.mark.parametrize("stale_rank", [0, 1])
 def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stale_rank, old):
-    monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
 
     def work(rank, gather):
         return newest_valid(
             StaleListing(root, old) if rank == stale_rank else CheckpointStorage(root), VerifyingRanks(rank, 2, gather)
         )
 
-    assert [reader.checkpoint.name for reader in together(2, work)] == ["step-00000020"] * 2
+    assert [found.reader.checkpoint.name for found in together(2, work)] == ["step-00000020"] * 2
 
 
 class LateFile(CheckpointStorage):
@@ -447,12 +447,12 @@ def test_a_file_that_only_some_ranks_see_is_not_called_damaged(root, file, late)
     verifying = {file_name(0): (0,), file_name(1): (1,), "manifest.json": (0, 1)}[file]
     for answer in together(2, work):
         if len(late) == 2:
-            assert answer.checkpoint.name == "step-00000010"
+            assert answer.reader.checkpoint.name == "step-00000010"
         elif set(late) & set(verifying):
             assert isinstance(answer, StorageUnavailable)
             assert file in answer.found
         else:
-            assert answer.checkpoint.name == "step-00000020"
+            assert answer.reader.checkpoint.name == "step-00000020"
 
 
 def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
@@ -496,9 +496,9 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
 
     if found is None:
         assert json.loads(path.read_bytes())["format"] != FORMAT
-    elif found.manifest.step == 20:
+    elif found.reader.manifest.step == 20:
         assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
-        assert repr(found.manifest) == repr(read_manifest(at(pristine / "step-00000020")))
+        assert repr(found.reader.manifest) == repr(read_manifest(at(pristine / "step-00000020")))
     else:
         assert found.skipped[0].file == file
         assert same(loaded, state(10))
@@ -626,6 +626,39 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
     with pytest.raises(Damaged, match=why):
         decode_manifest(json.dumps(document).encode(), at(pristine))
+
+
+def moved(manifest: Manifest, **fields: Any) -> Manifest:
+    """Change the second piece of a tensor."""
+    entry = manifest.tensors["model.weight"]
+    first, second = entry.pieces
+    changed = replace(entry, pieces=(first, second._replace(**fields)))
+    return replace(manifest, tensors=manifest.tensors | {"model.weight": changed})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: replace(m, files=(*m.files, m.files[0])), "listed twice"),
+        (lambda m: replace(m, files=(replace(m.files[0], name="../part"), m.files[1])), "not a plain file name"),
+        (lambda m: moved(m, offset=(0, 0)), "not a grid"),
+        (lambda m: moved(m, offset=(5, 0)), "exceeds the tensor's shape"),
+        (lambda m: moved(m, shape=(1, 3)), "do not add up to the full tensor"),
+        (lambda m: moved(m, file="other"), "not listed"),
+        (lambda m: moved(m, file=m.files[0].name), "two pieces in the same file"),
+        (lambda m: replace(m, aliases={"t": "nobody"}), "has no valid target"),
+        (lambda m: replace(m, values={"a": {"$float": "2"}}), "is not a number"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(pristine, change, why):
+    manifest = read_manifest(at(pristine / "step-00000020"))
+    check_written(manifest, 1000, at(pristine))
+    with pytest.raises(Damaged, match=why):
+        check_written(change(manifest), 1000, at(pristine))
+    with pytest.raises(Damaged, match=why):
+        decode_manifest(encode_manifest(change(manifest)), at(pristine))
+    with pytest.raises(Damaged, match="more than"):
+        check_written(manifest, 2**30, at(pristine))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from pathlib import Path
 from checkpoints import savers, shard, state
 from lockstep.config.sections import CheckpointConfig
 from lockstep.checkpoint.saving.outcome import Written
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents
 
 root = Path(sys.argv[2])
 for line in open(sys.argv[3]):
@@ -46,10 +46,10 @@ for line in open(sys.argv[3]):
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                values = ManifestValues(values={"step": step})
+                values = Rank0Contents(values={"step": step})
                 saver.copy_and_write(step, RankContents(shard(state(step), rank, 2), values))
             coordinator, other = (saver.take_ended()[0].outcome for saver in team)
-            assert not coordinator.warning
+            assert not coordinator.warnings
             assert isinstance(other, Written)
     _, status = os.waitpid(pid, 0)
     print("killed" if os.WIFSIGNALED(status) else "ended by itself", flush=True)
@@ -87,11 +87,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one
                 continue
             found, loaded = load(root)
             assert found.skipped == []  # a kill damages nothing that was committed
-            assert found.manifest.step >= newest
-            assert found.manifest.values == {"step": found.manifest.step}
-            assert same(loaded, state(found.manifest.step))
-            resumed += found.manifest.step > newest
-            newest = found.manifest.step
+            assert found.reader.manifest.step >= newest
+            assert found.reader.manifest.values == {"step": found.reader.manifest.step}
+            assert same(loaded, state(found.reader.manifest.step))
+            resumed += found.reader.manifest.step > newest
+            newest = found.reader.manifest.step
             delete_leftovers(CheckpointStorage(root), "none")
             assert not [path for path in root.iterdir() if ".tmp-" in path.name]
     assert victim.wait(60) == 0
@@ -127,7 +127,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
     assert done.returncode == 0, done.stderr
     for phase, step in [("write", 1), ("rename", 1), ("latest", 2), ("committed", 2)]:
         found, loaded = load(tmp_path / phase)
-        assert (found.manifest.step, found.skipped) == (step, [])
+        assert (found.reader.manifest.step, found.skipped) == (step, [])
         assert same(loaded, state(step))
 
         # In an object store as well; and an object that was not committed is deleted with its folder.

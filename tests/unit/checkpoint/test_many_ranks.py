@@ -56,7 +56,7 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
         file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
         (draft / file.name).write_bytes(data)
         (draft / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
-    saver = Saver(SaveContext(storage, 0, ranks, "token", CheckpointConfig()), asynchronous=False)
+    saver = Saver(SaveContext(storage, 0, ranks, "token", CheckpointConfig(asynchronous=False)))
     return storage, saver.copy_and_write(1, RankContents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
 
 
@@ -65,7 +65,7 @@ def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_p
     for ranks in (8, 64):
         storage, save = saved(tmp_path / str(ranks) / "checkpoints", ranks)
         assert isinstance(save.outcome, Committed)
-        assert not save.outcome.warning
+        assert not save.outcome.warnings
         calls[ranks] = dict(storage.calls)
         found = read_manifest(save.outcome.checkpoint)
         assert len(found.files) == len(found.tensors["weight"].pieces) == ranks

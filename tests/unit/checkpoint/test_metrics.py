@@ -26,6 +26,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
+from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.run_folder.checkpoint_names import STEP_METRICS
 
@@ -122,7 +123,9 @@ def test_an_attempt_that_was_replaced_adds_no_metrics(tmp_path: Path) -> None:
             return super().eval_loss(model, batch)
 
     settings = {"every": 4, "asynchronous": False}
-    lockstep.fit(TakenOver(), run_dir=tmp_path, evaluate={"every": 10}, checkpoint=settings)
+    with pytest.raises(UserError, match="another attempt has taken over this run"):
+        lockstep.fit(TakenOver(), run_dir=tmp_path, evaluate={"every": 10}, checkpoint=settings)
+
     warnings = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
     assert "another attempt has taken over" in warnings[-1]
     assert read_metrics(Checkpoint(CheckpointStorage(tmp_path / "checkpoints"), "step-00000012")) == {}
@@ -190,7 +193,7 @@ def test_the_best_is_a_checkpoint_that_can_be_loaded(tmp_path: Path, damage: str
 
     [saver] = savers(root, settings=config)
     saver.copy_and_write(40, RankContents(shard(state(40), 0, 1)), {"loss": 4.0})
-    assert saver.take_ended()[0].outcome.warning == ""
+    assert saver.take_ended()[0].outcome.warnings == ()
     assert sorted(name for name in storage.folders()) == ["step-00000020", "step-00000040"]
 
 

@@ -109,8 +109,8 @@ def test_an_object_that_is_damaged_or_gone_is_a_damaged_checkpoint(tmp_path: Pat
             path.unlink()
         else:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
-    reader, loaded = load(storage)
-    assert [str(problem).partition(": ")[2] for problem in reader.skipped] == [
+    found, loaded = load(storage)
+    assert [str(problem).partition(": ")[2] for problem in found.skipped] == [
         "missing",
         "the bytes changed since they were written (digest differs)",
     ]
@@ -368,8 +368,9 @@ def test_a_load_fetches_each_byte_twice_to_verify_it_and_to_read_it(
     [written] = RangeStore.objects.values()
 
     monkeypatch.setattr(Fetched, "requests", [])
-    reader = newest_valid(storage, VerifyingRanks.alone())
-    assert reader is not None
+    found = newest_valid(storage, VerifyingRanks.alone())
+    assert found is not None
+    reader = found.reader
     assert max(Fetched.requests) > len(written) - (1 << 20)  # digests are computed from large chunks
 
     # Backwards, as no read-ahead expects it.
@@ -558,7 +559,7 @@ def test_an_object_that_cannot_be_read_is_not_called_damaged(
 
     commit(real_store, 1)
     opened = RealStore._open
-    monkeypatch.setattr(search, "ATTEMPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
     monkeypatch.setattr(RealStore, "_open", lambda self, path, **_: Broken(opened(self, path).read()))
     with pytest.raises(UserError, match="cannot be read: Reset: the store hung up"):
         load(real_store)

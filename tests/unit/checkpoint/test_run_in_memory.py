@@ -34,7 +34,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
-from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
@@ -316,7 +316,7 @@ def test_a_pause_between_two_tries_to_read_is_no_stall() -> None:
     assert retry_module.MAX_PAUSE_S < STALL_S
 
 
-@pytest.mark.parametrize("module", ["verify", "reader"])
+@pytest.mark.parametrize("module", ["integrity", "reader"])
 def test_a_long_verification_and_a_long_restore_are_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
@@ -335,7 +335,7 @@ def test_a_long_verification_and_a_long_restore_are_no_hang(
 
     manifest = read_manifest(at(tmp_path / "checkpoints" / "step-00000006"))
     sizes = {
-        "verify": [file.size for file in manifest.files],
+        "integrity": [file.size for file in manifest.files],
         "reader": [entry.bytes for entry in manifest.tensors.values()],
     }
     assert beats.count("load") >= sum(size // 16 for size in sizes[module])
@@ -595,9 +595,9 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reason may begin with "rank", and one that only repeats another rank's is left out."""
-    none = [None, False]
-    failures = [["rank 2 wrote 8 bytes, but its file has 4", False], ["no space left", False], none]
-    repeated = ["rank 1: no space left", True]
+    none = ["", False, False]
+    failures = [["rank 2 wrote 8 bytes, but its file has 4", False, False], ["no space left", False, False], none]
+    repeated = ["rank 1: no space left", True, False]
     managers: list[CheckpointManager] = []
 
     def keep(*args: Any, **options: Any) -> CheckpointManager:
@@ -611,9 +611,9 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     only.pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
         monkeypatch.setattr(only.pending, "save", SimpleNamespace(step=12, outcome=None, abort=str))
-        monkeypatch.setattr(only.runtime.collectives, "all_gather_json", lambda _, answers=answers: answers)
+        monkeypatch.setattr(only._runtime.collectives, "all_gather_json", lambda _, answers=answers: answers)
         assert only.pending.abort_if_failed()
-    assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
+    assert [reason.partition("WRITTEN: ")[2].partition(". The run saves")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",
         "rank 1: no space left",
@@ -634,8 +634,9 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
 
     lockstep.fit(Unmounted(), run_dir=tmp_path, checkpoint={"every": 6})
     reasons = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
-    assert len(reasons) == 2
-    assert all("Training continues; the checkpoints cannot be listed: " in reason for reason in reasons)
+    follows = ["Training continues", "The run saves once more before it ends", "The run ends without it"]
+    for words, reason in zip(follows, reasons, strict=True):
+        assert f"{words}; the checkpoints cannot be listed: " in reason
 
 
 def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
@@ -670,13 +671,30 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     assert failed[-1] < 30 <= step < 60
 
 
+def test_a_run_that_does_not_save_by_its_settings_allocates_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held pinned memory for the whole state of the run."""
+    reserve = Snapshot.reserve
+    reserved: list[int] = []
+
+    def watched(self: Snapshot, shards: Any) -> Any:
+        reserved.append(len(shards))
+        return reserve(self, shards)
+
+    monkeypatch.setattr(Snapshot, "reserve", watched)
+    lockstep.fit(Dropped(), run_dir=tmp_path / "none", checkpoint={"minutes": None, "at_end": False})
+    assert reserved == []
+    lockstep.fit(Dropped(), run_dir=tmp_path / "at_end", checkpoint={"minutes": None})
+    assert len(reserved) == 2
+
+
 def pending_alone(tmp_path: Path, heartbeat: Heartbeat) -> PendingSave:
     """Return what follows the saves of a run of one rank, which logs nothing."""
     collectives = SimpleNamespace(all_gather_json=lambda value: [value])
     runtime: Any = SimpleNamespace(collectives=collectives, heartbeat=heartbeat)
     context: Any = SimpleNamespace(storage=CheckpointStorage(tmp_path))
-    saver: Any = None
-    return PendingSave(saver, context, runtime, lambda *_, **__: None, str)
+    return PendingSave(context, runtime, lambda *_, **__: None, str)
 
 
 def failed_save(abort: Callable[[str], Any] = str) -> Any:

@@ -29,7 +29,7 @@ from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, enc
 from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import commit as committing
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
@@ -134,7 +134,7 @@ def test_values_come_back_with_what_json_cannot_hold(storage):
         "tuple": (1, (math.inf,)),
     }
     commit(storage, 1, values={**values, "nan": math.nan})
-    found = values_of(load(storage)[0])
+    found = values_of(load(storage)[0].reader)
     assert math.isnan(found.pop("nan"))
     assert found == values
     assert b"NaN" not in Checkpoint(storage, "step-00000001").open(MANIFEST).read()
@@ -221,7 +221,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     changed = threading.Event()
     monkeypatch.setattr(faults, "fire", lambda phase, step: changed.wait(60) and None)
     tensors, values = state(1), {"list": [1]}
-    saver.copy_and_write(1, RankContents(shard(tensors, 0, 1), ManifestValues(values=pack(values, "values", {}))))
+    saver.copy_and_write(1, RankContents(shard(tensors, 0, 1), Rank0Contents(values=pack(values, "values", {}))))
     for tensor in tensors.values():
         tensor.zero_()
     values["list"].append(2)
@@ -229,7 +229,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     assert is_committed(saver.take_ended()[0])
     found, loaded = load(storage)
     assert same(loaded, state(1))
-    assert found.manifest.values == {"list": [1]}
+    assert found.reader.manifest.values == {"list": [1]}
 
 
 def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
@@ -324,7 +324,7 @@ def test_a_slice_outside_and_an_unknown_name_are_refused(storage):
 def test_a_slice_is_read_from_the_files_that_hold_some_of_it(tmp_path, monkeypatch):
     """Opening the files of thousands of ranks, each for its header, would take minutes in an object store."""
     commit(tmp_path, 1, size=7)
-    reader, _ = load(tmp_path)
+    reader = load(tmp_path)[0].reader
     reader = CheckpointReader(reader.checkpoint, reader.manifest)
     opened = []
     open_file = CheckpointStorage.open
@@ -577,7 +577,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     monkeypatch.setattr(committing, "apply_retention", broken)
     saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
-    assert "coughed" in report.outcome.warning
+    assert "coughed" in " ".join(report.outcome.warnings)
     assert same(load(storage)[1], state(1))
 
 
@@ -596,8 +596,12 @@ def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpo
     monkeypatch.setattr(folder_module, "sync_folder", broken)
     saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     [report] = saver.take_ended()
-    assert report.outcome.warning.startswith("complete, but may not survive a power cut, so older ones are kept: ")
-    assert "coughed" in report.outcome.warning
+    assert (
+        report.outcome.warnings[0]
+        .partition(" is ")[2]
+        .startswith("complete, but may not survive a power cut, so older ones are kept: ")
+    )
+    assert "coughed" in " ".join(report.outcome.warnings)
     assert {checkpoint.step for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))} == {1, 2}
     assert same(load(tmp_path)[1], state(2))
 
@@ -634,7 +638,7 @@ def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path
     saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert isinstance(report.outcome, Committed)
-    assert not report.outcome.warning
+    assert not report.outcome.warnings
     assert same(load(tmp_path)[1], state(1))
 
 
@@ -722,7 +726,11 @@ def test_an_attempt_that_was_replaced_deletes_nothing(storage, monkeypatch):
     monkeypatch.setattr(faults, "fire", lambda phase, step: claim(storage, "other") if phase == "latest" else None)
     saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     [save] = saver.take_ended()
-    assert save.outcome.warning.startswith("safe, but older ones are not deleted: another attempt has taken over")
+    assert (
+        save.outcome.warnings[0]
+        .partition(" is ")[2]
+        .startswith("safe, but older ones are not deleted: another attempt has taken over")
+    )
     assert folders(storage) == {"step-00000001", "step-00000002"}
 
 
@@ -738,7 +746,11 @@ def test_a_warning_about_old_checkpoints_outlives_what_fails_after_it(storage, m
     monkeypatch.setattr(faults, "fire", fail)
     saver.copy_and_write(1, RankContents(shard(state(1), 0, 1)))
     [save] = saver.take_ended()
-    assert save.outcome.warning.startswith("safe, but older ones are not deleted: another attempt has taken over")
+    assert (
+        save.outcome.warnings[0]
+        .partition(" is ")[2]
+        .startswith("safe, but older ones are not deleted: another attempt has taken over")
+    )
 
 
 def test_a_disk_without_room_for_latest_gets_room_all_the_same(storage, monkeypatch):
@@ -756,7 +768,7 @@ def test_a_disk_without_room_for_latest_gets_room_all_the_same(storage, monkeypa
     monkeypatch.setattr(CheckpointStorage, "replace", full)
     saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     [save] = saver.take_ended()
-    assert save.outcome.warning.startswith("safe, but the file latest does not name it: ")
+    assert save.outcome.warnings[0].partition(" is ")[2].startswith("safe, but the file latest does not name it: ")
     assert folders(storage) == {"step-00000002"}
 
 
@@ -816,7 +828,7 @@ def test_a_failure_of_any_operation_loses_no_checkpoint_and_leaves_none_over(tmp
         failures += 1
 
         # Without a warning nothing is left over.
-        if is_committed(save) and not save.outcome.warning:
+        if is_committed(save) and not save.outcome.warnings:
             assert folders(storage) == {name}, failed
 
         # The next start deletes what is left of the draft, and of a checkpoint that was replaced.
@@ -1005,7 +1017,7 @@ def test_what_could_be_deleted_only_in_part_is_deleted_after_the_next_commit(sto
         saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)))
         [save] = saver.take_ended()
         assert is_committed(save)
-        assert ("the store is away" in save.outcome.warning) == (2 <= step < 2 + away_for)
+        assert ("the store is away" in " ".join(save.outcome.warnings)) == (2 <= step < 2 + away_for)
         left.append(len(folders(storage)))
 
     assert left == {1: [1, 2, 1, 1, 1], 3: [1, 2, 2, 2, 1]}[away_for]

@@ -287,7 +287,7 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
-    assert not any(report.outcome.warning for report in saver.take_ended())
+    assert not any(report.outcome.warnings for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in list_checkpoints(CheckpointStorage(tmp_path))] == [
         "step-00000004",
         "step-00000002",
@@ -314,10 +314,14 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
         [resumed] = savers(tmp_path, settings=retention)
         resumed.copy_and_write(3, RankContents(shard(state(3), 0, 1)), {"loss": 3.0})
         [report] = resumed.take_ended()
-        assert "Input/output error" in report.outcome.warning
+        assert "Input/output error" in " ".join(report.outcome.warnings)
         oldest = tmp_path / "step-00000001"
-        assert report.outcome.warning.startswith(f"safe, but older ones are not deleted: {oldest}/metrics.json cannot")
-        assert report.outcome.warning.endswith(f"or set it aside: mv {oldest} {oldest}.damaged")
+        assert (
+            report.outcome.warnings[0]
+            .partition(" is ")[2]
+            .startswith(f"safe, but older ones are not deleted: {oldest}/metrics.json cannot")
+        )
+        assert report.outcome.warnings[0].endswith(f"or set it aside: mv {oldest} {oldest}.damaged")
         with pytest.raises(OSError, match="Input/output error"):
             best_checkpoint(CheckpointMetrics(storage), retention)
 
@@ -327,14 +331,14 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_re
     # What the warning says to type works: the older ones are deleted again, and the one that was set aside is not.
     oldest.rename(f"{oldest}.damaged")
     resumed.copy_and_write(4, RankContents(shard(state(4), 0, 1)), {"loss": 4.0})
-    assert resumed.take_ended()[0].outcome.warning == ""
+    assert resumed.take_ended()[0].outcome.warnings == ()
     assert set(storage.folders()) == {"step-00000001.damaged", "step-00000002", "step-00000004"}
 
 
 def save_with_losses(saver: Saver, losses: dict[int, float]) -> None:
     for step, loss in losses.items():
         saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)), {"loss": loss})
-    assert all(is_committed(save) and not save.outcome.warning for save in saver.take_ended())
+    assert all(is_committed(save) and not save.outcome.warnings for save in saver.take_ended())
 
 
 def test_a_save_reads_no_metrics_that_are_known(tmp_path, monkeypatch):

@@ -35,12 +35,19 @@ class FakeCollectives:
         return [None, requested]
 
 
-class FakeSave:
+class FakeCheckpoints:
+    """Counts what is asked of the save in flight, and of the decision whether to save."""
+
     def __init__(self) -> None:
+        self.pending = self.decision = self
         self.aborted = 0
+        self.agreed = False
 
     def abort_if_failed(self) -> None:
         self.aborted += 1
+
+    def agree(self) -> None:
+        self.agreed = True
 
 
 def result(**flags: int) -> Any:
@@ -48,7 +55,7 @@ def result(**flags: int) -> Any:
 
 
 def requests(total_steps: int = 10, steps_changed: bool = False, **arguments: Any) -> Any:
-    stepper, checkpoints = FakeStepper(**arguments), SimpleNamespace(pending=FakeSave())
+    stepper, checkpoints = FakeStepper(**arguments), FakeCheckpoints()
     source: Any = SimpleNamespace(note_result=lambda result: None)
     return Requests(stepper, checkpoints, source, MetricNames(new=False), FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
 
@@ -58,7 +65,8 @@ def test_a_flag_of_any_rank_is_agreed_on_and_stays_so(name: str) -> None:
     found = requests()
     found.accept(result(**{name: 1}))
     found.accept(result())
-    agreed = {flag for flag in ("stop", "save", "evaluate", "preempt") if getattr(found, f"{flag}_agreed")}
+    agreed = {flag for flag in ("stop", "evaluate", "preempt") if getattr(found, f"{flag}_agreed")}
+    agreed |= {"save"} if found.checkpoints.agreed else set()
     assert agreed == {name}
     assert found.is_stopping == (name in ("stop", "preempt"))
 
@@ -66,10 +74,8 @@ def test_a_flag_of_any_rank_is_agreed_on_and_stays_so(name: str) -> None:
 def test_what_this_rank_requests_is_not_agreed_on_yet() -> None:
     found = requests()
     found.request_stop("enough")
-    found.request_save()
-    assert found.stepper.flags == {"stop": True, "save": True}
+    assert found.stepper.flags == {"stop": True}
     assert not found.stop_agreed
-    assert not found.save_agreed
 
 
 def test_a_result_that_is_read_late_is_accepted_once() -> None:
@@ -78,18 +84,14 @@ def test_a_result_that_is_read_late_is_accepted_once() -> None:
     assert found.accept_late() is None
     assert found.evaluate_agreed
     assert found.metric_names.new
-    assert found.checkpoints.pending.aborted == 1
+    assert found.checkpoints.aborted == 1
 
 
 def test_what_is_done_is_not_requested_again() -> None:
     found = requests()
-    found.request_save()
-    found.accept(result(save=1, evaluate=1))
-    found.saved()
+    found.accept(result(evaluate=1))
     found.evaluated()
-    assert found.stepper.flags == {"save": False, "evaluate": False}
-    assert not found.save_agreed
-    assert not found.save_requested
+    assert found.stepper.flags == {"evaluate": False}
     assert not found.evaluate_agreed
 
 

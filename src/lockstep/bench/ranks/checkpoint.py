@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.storage.folder import CheckpointStorage
@@ -196,7 +196,7 @@ class Ways:
         # Nothing but the update changes the moments, so they can be copied while the next step computes.
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
-        save = self.saver.copy_and_write(step, RankContents(self.mine, ManifestValues(values={"step": step}), moments))
+        save = self.saver.copy_and_write(step, RankContents(self.mine, Rank0Contents(values={"step": step}), moments))
         stall = time.perf_counter() - began
 
         # Forward and backward of the next step; its update waits for the copies.
@@ -224,11 +224,11 @@ class Ways:
     def _load_with_lockstep(self, step: int) -> None:
         """Read with every digest checked, as a resumed run does."""
         # The search is a part of it: the ranks first agree on a checkpoint that all of them can read.
-        reader = newest_valid(self.storage, VerifyingRanks.of(self.runtime))
-        assert reader is not None, "nothing was saved"
+        found = newest_valid(self.storage, VerifyingRanks.of(self.runtime))
+        assert found is not None, "nothing was saved"
 
         for name, tensor in self.state.items():
-            tensor.copy_(reader.read(name))
+            tensor.copy_(found.reader.read(name))
 
 
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:

@@ -131,7 +131,7 @@ def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
     finally:
         # Not as in engine/end.py: a benchmark needs neither a last checkpoint nor a report.
         run.source.close()
-        run.checkpoints.pending.close()
+        run.checkpoints.close()
         run.recorder.close()
         run.folder.release_lock()
 

@@ -107,16 +107,16 @@ def _newest_is_meant(path: Path) -> bool:
 def _open_checkpoint(path: Path, runtime: Runtime, timeout_s: float, log_event: EventLogger) -> CheckpointSource:
     """Open one checkpoint, or the newest valid one of a run. Collective."""
     storage, only = checkpoints_at(path)
-    reader = wait_for_newest_valid(storage, runtime, timeout_s, only)
-    if reader is None:
+    found = wait_for_newest_valid(storage, runtime, timeout_s, only)
+    if found is None:
         raise UserError(
             f"init_from={path} has no weights: the run has no checkpoint, and has not ended", "", "name another run"
         )
 
-    for skipped in reader.skipped:
-        log_event("warning", reason=f"{skipped.sentence}; init_from reads {reader.checkpoint.name}")
+    for skipped in found.skipped:
+        log_event("warning", reason=f"{skipped.sentence}; init_from reads {found.reader.checkpoint.name}")
 
-    return CheckpointSource(reader)
+    return CheckpointSource(found.reader)
 
 
 def _open_files(path: Path) -> WeightSource:

@@ -1,6 +1,6 @@
 """Find the checkpoint from which a run resumes, and restore the run.
 
-`CheckpointManager` decides when: at the start, and when a run rewinds. All ranks call these methods together.
+`CheckpointManager` calls them at the start, and `Rewinder` when a run rewinds. All ranks call these methods together.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.choose import checkpoints_at
-from lockstep.checkpoint.loading.search import wait_for_newest_valid
+from lockstep.checkpoint.loading.search import Found, wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.run_state import RunState, check_values
+from lockstep.checkpoint.state.run_state import RunState, require_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
 from lockstep.checkpoint.storage.transitions import set_aside, set_aside_later
@@ -27,8 +27,8 @@ from lockstep.run_folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
 
-# The values of a manifest, besides the state, that a resume uses.
-RUN_VALUES = ("config", "world", "plan")
+# The keys in `Manifest.values` that a resume needs, besides the state.
+NEEDED_VALUES = ("config", "world", "plan")
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,18 @@ class Resumer:
     def _find_in(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
         """Find the newest valid checkpoint of a storage, or `only` this one. Collective."""
         self.runtime.heartbeat.beat("load")
-        reader = wait_for_newest_valid(storage, self.runtime, self.config.checkpoint.timeout, only)
-        if reader is not None:
-            self._report_skipped(reader)
+        found = wait_for_newest_valid(storage, self.runtime, self.config.checkpoint.timeout, only)
+        if found is None:
+            return None
 
-        return reader
+        self._report_skipped(found)
+        return found.reader
 
-    def _report_skipped(self, reader: CheckpointReader) -> None:
+    def _report_skipped(self, found: Found) -> None:
         """Warn about the newer checkpoints, all of which are damaged, and set this run's own aside. Collective."""
-        for skipped in reader.skipped:
+        for skipped in found.skipped:
             name = skipped.checkpoint.name
-            text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
+            text = f"{skipped.sentence}; resuming from {found.reader.checkpoint.name}"
 
             kept_as = self._change_if_own(skipped.checkpoint.storage, partial(set_aside, self.storage, name, "damaged"))
             if kept_as:
@@ -114,7 +115,7 @@ class Resumer:
 
         `rewinds`: whether this process has trained before.
         """
-        check_values(reader, *RUN_VALUES)
+        require_values(reader, *NEEDED_VALUES)
         values = reader.manifest.values
 
         # Check the settings before anything is changed.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from lockstep.checkpoint.integrity import deleted, verify_checkpoint
 from lockstep.checkpoint.manifest import (
     Damaged,
     Forbidden,
@@ -23,9 +24,8 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.reader import CheckpointReader, unreadable_error
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.retry import Gather, retry, run_on_all_ranks
+from lockstep.checkpoint.storage.retry import Gather, retry_together, run_on_all_ranks
 from lockstep.checkpoint.storage.transitions import owner_of
-from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import step_in
 from lockstep.runtime.context import Runtime
@@ -37,9 +37,9 @@ MAX_INVALID = 50
 MAX_GONE = 10
 
 # How many times ranks look at the folder before they conclude that their disks are separate, and the pause between two
-# attempts. NFS may show a directory as it was up to a minute ago.
-ATTEMPTS = 14
-ATTEMPT_PAUSE_S = 5.0
+# looks. NFS may show a directory as it was up to a minute ago.
+MAX_LOOKS = 14
+LOOK_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,13 @@ class VerifyingRanks:
         return cls(0, 1, lambda value: [value], beat)
 
 
+class Found(NamedTuple):
+    """The newest valid checkpoint, and the problem of each newer one, all of which are damaged."""
+
+    reader: CheckpointReader
+    skipped: list[Damaged]
+
+
 class ReportedProblem(NamedTuple):
     """An `InvalidCheckpoint`, as ranks send it to each other."""
 
@@ -74,19 +81,19 @@ class ReportedProblem(NamedTuple):
 
 def wait_for_newest_valid(
     storage: CheckpointStorage, runtime: Runtime, timeout_s: float, only: str | None = None
-) -> CheckpointReader | None:
+) -> Found | None:
     """Call `newest_valid` until all files can be read, for `timeout_s` seconds; then let StorageUnavailable pass.
 
     The reader waits as long. Collective.
     """
     ranks = VerifyingRanks.of(runtime)
-    return retry(partial(newest_valid, storage, ranks, only, reader_timeout_s=timeout_s), runtime, timeout_s)
+    return retry_together(partial(newest_valid, storage, ranks, only, reader_timeout_s=timeout_s), runtime, timeout_s)
 
 
 def newest_valid(
     storage: CheckpointStorage, ranks: VerifyingRanks, only: str | None = None, reader_timeout_s: float | None = None
-) -> CheckpointReader | None:
-    """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
+) -> Found | None:
+    """Return the newest valid checkpoint, or the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
     checkpoints are skipped. If a live run deletes the newest meanwhile, the checkpoints are listed again.
@@ -105,8 +112,8 @@ def newest_valid(
         manifest, problems = _verify_together(checkpoint, ranks)
         if manifest is not None and not problems:
             newer = names[: names.index(checkpoint.name)]
-            skipped = [damaged[name] for name in newer]
-            return CheckpointReader(checkpoint, manifest, skipped, ranks.beat, reader_timeout_s)
+            reader = CheckpointReader(checkpoint, manifest, ranks.beat, reader_timeout_s)
+            return Found(reader, [damaged[name] for name in newer])
 
         # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
         exists = run_on_all_ranks(ranks.gather, checkpoint.exists, _cannot_list(storage))
@@ -191,7 +198,7 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
     All ranks raise StorageUnavailable if any of them cannot look.
     """
     ask_all = partial(run_on_all_ranks, gather, problem=_cannot_list(storage))
-    attempts = 0
+    looks = 0
     while True:
         # This is also a barrier: rank 0 has claimed the folder before.
         listed = ask_all(partial(_names, storage, only))
@@ -204,11 +211,11 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
             return names
 
         # A rank may have an old listing of the directory. All ranks know what each has seen, so all of them look again.
-        attempts += 1
-        if attempts == ATTEMPTS:
+        looks += 1
+        if looks == MAX_LOOKS:
             raise _not_shared(f"rank {differing[0]} finds different files there than rank 0")
 
-        time.sleep(ATTEMPT_PAUSE_S)
+        time.sleep(LOOK_PAUSE_S)
 
 
 def _cannot_list(storage: CheckpointStorage) -> str:

@@ -7,7 +7,7 @@
     checks that all files are there
     checks that it still owns the storage
     step-N -> step-N.replaced                   if step N was saved before; back again if the next rename fails
-    step-N.tmp-TOKEN-NUMBER -> step-N           the commit
+    step-N.tmp-TOKEN-NUMBER -> step-N           the commit, with which `commit` ends; `tidy_up` does the rest
     calls `SaveContext.on_commit`
     updates `latest`
     checks again that it owns the storage
@@ -22,39 +22,38 @@ its name back.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import lockstep
 from lockstep import faults
+from lockstep.checkpoint.integrity import check_size
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_manifest
-from lockstep.checkpoint.manifest_reader import decode_manifest
+from lockstep.checkpoint.manifest_reader import check_written
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
-from lockstep.checkpoint.saving.context import ManifestValues, SaveContext
+from lockstep.checkpoint.saving.context import Rank0Contents
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
+from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, as_text
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import NotDurable
+from lockstep.checkpoint.storage.retry import Backoff
 from lockstep.checkpoint.storage.transitions import commit_draft, delete_replaced, finish_deletions, update_latest
-from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
-from lockstep.run_folder.checkpoint_names import folder_name
+from lockstep.run_folder.checkpoint_names import file_name, folder_name
 
 
-def commit(
-    draft: Draft, abort: AbortRequest, manifest_values: ManifestValues, metrics: Mapping[str, float]
-) -> Committed:
+def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: Mapping[str, float]) -> Committed:
     """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
-    storage, context = draft.storage, draft.context
+    context = draft.context
+    storage = context.storage
     confirmations = _wait_for_confirmations(draft, abort)
 
-    manifest = _manifest(draft.step, confirmations, manifest_values, has_metrics=bool(metrics))
+    manifest = _manifest(draft.step, confirmations, of_rank0, has_metrics=bool(metrics))
     encoded = encode_manifest(manifest)
 
-    # Check that the manifest can be loaded.
     uncommitted = Checkpoint(storage, draft.name)
-    decode_manifest(encoded, uncommitted)
+    check_written(manifest, len(encoded), uncommitted)
 
     if metrics:
         write_metrics(uncommitted, metrics)
@@ -72,20 +71,42 @@ def commit(
 
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
-    warning = _rename(draft)
-    context.metrics_cache.add(draft.step, metrics)
-    checkpoint = Checkpoint.of(storage, draft.step)
-    return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
-
-
-def _rename(draft: Draft) -> str:
-    """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
+    warnings: tuple[str, ...] = ()
     try:
-        commit_draft(draft.storage, draft.name, folder_name(draft.step))
+        commit_draft(storage, draft.name, folder_name(draft.step))
     except NotDurable as error:
-        return f"complete, but may not survive a power cut, so older ones are kept: {error}"
+        warnings = (f"{_name(draft)} is complete, but may not survive a power cut, so older ones are kept: {error}",)
 
-    return ""
+    context.metrics_cache.add(draft.step, metrics)
+    return Committed(Checkpoint.of(storage, draft.step), len(encoded) + manifest.bytes, warnings)
+
+
+def tidy_up(draft: Draft, outcome: Committed, announced: Callable[[], None]) -> Committed:
+    """Do what follows a commit, and return the outcome with warnings of what has failed: the checkpoint is safe.
+
+    `announced` is called before old checkpoints are deleted.
+    """
+    context = draft.context
+    warnings = [*outcome.warnings]
+    try:
+        warnings += _announce(draft)
+        announced()
+
+        # A commit that may not survive a power cut would leave none.
+        if not outcome.warnings:
+            warnings += _delete_old(draft)
+
+        file = f"{folder_name(draft.step)}/{file_name(0)}"
+        faults.damage_committed(context.storage, file, draft.step)
+    except Exception as error:  # an exception would be lost with the thread
+        warnings.append(f"{_name(draft)} is safe, but tidying up after it failed: {as_text(error)}")
+
+    return replace(outcome, warnings=tuple(warnings))
+
+
+def _name(draft: Draft) -> str:
+    """Return how a warning names a checkpoint."""
+    return f"the checkpoint of step {draft.step}"
 
 
 # ---- before the commit ----
@@ -102,7 +123,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
-    pause = 0.01
+    pauses = Backoff(0.01, 0.25)
 
     while True:
         # What has been confirmed is not read again.
@@ -124,13 +145,10 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
             files = "its file" if len(missing) == 1 else "their files"
             raise SaveError(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
 
-        abort.sleep(pause)
-        pause = min(pause * 1.5, 0.25)
+        abort.sleep(pauses.next())
 
 
-def _manifest(
-    step: int, confirmations: list[Confirmation], manifest_values: ManifestValues, has_metrics: bool
-) -> Manifest:
+def _manifest(step: int, confirmations: list[Confirmation], of_rank0: Rank0Contents, has_metrics: bool) -> Manifest:
     """Return the manifest of all ranks' files, as the ranks have confirmed them."""
     # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
     tensors: dict[str, TensorEntry] = {}
@@ -145,7 +163,7 @@ def _manifest(
             pieces.setdefault(name, []).extend(entry.pieces)
 
     # If the file of the metrics is lost, the manifest shows that there was one.
-    values = dict(manifest_values.values)
+    values = dict(of_rank0.values)
     if has_metrics:
         values["has_metrics"] = True
 
@@ -155,7 +173,7 @@ def _manifest(
         lockstep=lockstep.__version__,
         files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
         tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
-        aliases=dict(manifest_values.aliases),
+        aliases=dict(of_rank0.aliases),
         values=values,
     )
 
@@ -163,25 +181,26 @@ def _manifest(
 # ---- after the commit ----
 
 
-def announce(draft: Draft) -> str:
-    """Tell the run and people that the checkpoint is committed. Return a warning, or an empty text."""
+def _announce(draft: Draft) -> list[str]:
+    """Tell the run and people that the checkpoint is committed. Return warnings."""
     draft.context.on_commit()
     faults.fire("latest", draft.step)
 
     # Nothing but people reads `latest`. If the disk is full, the deletions that follow make room for it.
     try:
-        update_latest(draft.storage)
+        update_latest(draft.context.storage)
     except OSError as error:
-        return f"safe, but the file latest does not name it: {error}"
+        return [f"{_name(draft)} is safe, but the file latest does not name it: {error}"]
 
-    return ""
+    return []
 
 
-def delete_old(context: SaveContext) -> str:
-    """Delete the checkpoints that are not kept any more. Return a warning, or an empty text.
+def _delete_old(draft: Draft) -> list[str]:
+    """Delete the checkpoints that are not kept any more. Return warnings.
 
     What cannot be deleted now is deleted after the next commit.
     """
+    context = draft.context
     try:
         # Another attempt may have taken over, and may have gone back to an old checkpoint.
         context.check_owner()
@@ -195,6 +214,6 @@ def delete_old(context: SaveContext) -> str:
         if failed is not None:
             raise failed
     except (OSError, SaveError) as error:
-        return f"safe, but older ones are not deleted: {error}"
+        return [f"{_name(draft)} is safe, but older ones are not deleted: {error}"]
 
-    return ""
+    return []

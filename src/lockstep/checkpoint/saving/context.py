@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.saving.outcome import SaveError
+from lockstep.checkpoint.saving.outcome import SaveError, TakenOver
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.config.sections import CheckpointConfig
@@ -35,21 +35,34 @@ class SaveContext:
         self.metrics_cache = CheckpointMetrics(self.storage)
 
     def check_owner(self) -> None:
-        """Raise SaveError unless this attempt still owns the checkpoints."""
+        """Raise TakenOver if another attempt owns the checkpoints, or SaveError if none does."""
         # If this process was suspended for a while, its run may already continue elsewhere.
         owner = owner_of(self.storage)
+        if not owner:
+            raise SaveError("no attempt owns the checkpoints: the file `owner` is gone")
+
         if owner != self.token:
-            taken_over = f"another attempt has taken over this run (its token is {owner})"
-            raise SaveError(taken_over if owner else "no attempt owns the checkpoints: the file `owner` is gone")
+            raise TakenOver(f"another attempt has taken over this run (its token is {owner})")
+
+    def is_taken_over(self) -> bool:
+        """Return whether another attempt owns the checkpoints; False if that cannot be read now."""
+        try:
+            self.check_owner()
+        except TakenOver:
+            return True
+        except (OSError, SaveError):
+            pass
+
+        return False
 
 
-class ManifestValues(NamedTuple):
-    """What a manifest holds besides the files and their tensors. It must not change while a thread writes it."""
+class Rank0Contents(NamedTuple):
+    """What rank 0 writes to the manifest besides the files and their tensors. It must not change meanwhile."""
 
     # For tied tensors: other name -> name among the shards.
     aliases: Mapping[str, str] = {}
 
-    # Everything else, encoded by `encoding.pack`.
+    # `Manifest.values`, encoded by `encoding.pack`.
     values: Mapping[str, Any] = {}
 
 
@@ -59,8 +72,8 @@ class RankContents(NamedTuple):
     # The shards that this rank writes, by tensor name.
     shards: Mapping[str, LocalShard]
 
-    # What rank 0 writes to the manifest besides the tensors; other ranks' are not used.
-    manifest_values: ManifestValues = ManifestValues()
+    # Of other ranks it is not used.
+    of_rank0: Rank0Contents = Rank0Contents()
 
     # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
     copy_later: Collection[str] = ()

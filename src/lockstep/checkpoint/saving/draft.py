@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry, tensors_to_json
+from lockstep.checkpoint.manifest import File, TensorEntry, tensors_from_json, tensors_to_json
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.run_folder.checkpoint_names import MANIFEST, confirmation_name, draft_name, file_name
 
@@ -37,12 +37,7 @@ class Confirmation:
         fields = json.loads(data)
         file = File(**fields["file"]) if fields["file"] else None
 
-        tensors = {}
-        for name, entry in fields["tensors"].items():
-            pieces = tuple(Piece(**piece) for piece in entry["pieces"])
-            tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces)
-
-        return cls(file, tensors, fields["error"])
+        return cls(file, tensors_from_json(fields["tensors"]), fields["error"])
 
 
 class Draft:
@@ -51,7 +46,6 @@ class Draft:
     def __init__(self, context: SaveContext, step: int, number: int):
         """`number` counts the saves of this rank."""
         self.context = context
-        self.storage = context.storage
         self.step = step
         self.name = draft_name(step, context.token, number)
         self._file_confirmed = False
@@ -71,20 +65,20 @@ class Draft:
     # ---- confirmations ----
 
     def confirm(self, confirmation: Confirmation) -> None:
-        self.storage.replace(self.confirmation(self.context.rank), confirmation.encode())
+        self.context.storage.replace(self.confirmation(self.context.rank), confirmation.encode())
         self._file_confirmed = confirmation.file is not None
 
     def read_confirmation(self, rank: int) -> Confirmation | None:
         """Return what a rank has confirmed; None if it has not yet."""
         # A confirmation that exists is complete, since `replace` is atomic.
-        with suppress(FileNotFoundError), self.storage.open(self.confirmation(rank)) as file:
+        with suppress(FileNotFoundError), self.context.storage.open(self.confirmation(rank)) as file:
             return Confirmation.decode(file.read())
 
         return None
 
     def delete_confirmations(self) -> None:
         for rank in range(self.context.world_size):
-            self.storage.delete(self.confirmation(rank))
+            self.context.storage.delete(self.confirmation(rank))
 
     # ---- the end of a save that is not committed ----
 
@@ -102,12 +96,12 @@ class Draft:
         # The next start deletes files that cannot be deleted now.
         for key in keys:
             with suppress(OSError):
-                self.storage.delete(key)
+                self.context.storage.delete(key)
 
     def is_gone(self) -> bool:
         """Return whether another rank, or another attempt, has deleted the folder."""
         # If listing fails as well, the first error remains the reason.
         with suppress(OSError):
-            return self.name not in self.storage.folders()
+            return self.name not in self.context.storage.folders()
 
         return False

@@ -19,7 +19,7 @@ class Committed:
 
     checkpoint: Checkpoint
     total_bytes: int  # of all files
-    warning: str = ""  # what went wrong despite the commit, after "the checkpoint of step N is "
+    warnings: tuple[str, ...] = ()  # what went wrong despite the commit, each in a sentence
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class SaveFailed:
 
     reason: str
     caused_elsewhere: bool = False  # by another rank or another attempt
+    taken_over: bool = False  # another attempt owns the checkpoints: no later save of this one can succeed
 
 
 SaveOutcome = Written | Committed | SaveFailed
@@ -42,6 +43,10 @@ class SaveError(Exception):
     def __init__(self, reason: str, caused_elsewhere: bool = False):
         super().__init__(reason)
         self.caused_elsewhere = caused_elsewhere
+
+
+class TakenOver(SaveError):
+    """Another attempt of the run owns the checkpoints by now. This one can never commit again."""
 
 
 class AbortRequest:
@@ -69,3 +74,8 @@ class AbortRequest:
         """Sleep, but wake up and raise SaveError as soon as the save is to end."""
         self._requested.wait(seconds)
         self.check()
+
+
+def as_text(error: BaseException) -> str:
+    """Return an error with its type: many messages mean nothing without it."""
+    return f"{type(error).__name__}: {error}"

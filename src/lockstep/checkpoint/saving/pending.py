@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.checkpoint.saving.context import RankContents, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
-from lockstep.checkpoint.saving.save import Save, Saver
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage.checkpoint import list_checkpoints
+from lockstep.checkpoint.storage.retry import Backoff
+from lockstep.errors import UserError
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
@@ -29,6 +31,11 @@ MIB = 2**20
 RETRY_S = 30.0
 MAX_RETRY_S = 1800.0
 
+# What the warning about a save that failed says of the run.
+CONTINUES = "Training continues"
+SAVES_AGAIN = "The run saves once more before it ends"
+ENDS = "The run ends without it"
+
 
 class PendingSave:
     """The save in flight, if there is one, until all ranks agree on its outcome. Only then does its checkpoint count.
@@ -38,14 +45,12 @@ class PendingSave:
 
     def __init__(
         self,
-        saver: Saver,
         context: SaveContext,
         runtime: Runtime,
         log_event: EventLogger,
         as_shown: Callable[[str | Path], str],
     ):
         """`as_shown(path)` returns a path as the user would write it."""
-        self._saver = saver
         self._context = context
         self._runtime = runtime
         self._log_event = log_event
@@ -58,33 +63,48 @@ class PendingSave:
         # The metrics of an evaluation that came after the start of this save, until they are in its checkpoint.
         self._late_metrics: Mapping[str, float] | None = None
 
-        # How many saves have failed since the last commit, and when to try again, by this rank's clock.
-        self._failures = 0
+        # Why the last save has failed (None: it has not), and when to try again, by this rank's clock.
+        self.failure: str | None = None
         self._retry_at = math.inf
+        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
+
+        # What follows if a save fails, for the warning.
+        self.what_follows = CONTINUES
 
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
+        self._last_time = time.monotonic()  # see `seconds_since_last`
 
-    def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float]) -> Save:
-        """Have a save copy this rank's contents and write them, with the metrics of this step. Call `settle` first."""
+    def follow(self, save: Save) -> None:
+        """Take a save that has just begun for the one in flight. Call `settle` before it begins."""
         assert self.save is None, f"the save of step {self.save.step} is not settled"
-        self.save = self._saver.copy_and_write(step, contents, metrics)
+        self.save = save
         self._logged = False
         self._late_metrics = None
         self._retry_at = math.inf
-        return self.save
+        self._last_time = time.monotonic()
 
     def note_loaded(self, own_step: int | None) -> None:
         """Take the checkpoint that was just loaded for the last one. None: this run does not keep it."""
         self.last_committed = own_step
+        self._last_time = time.monotonic()
+
+    def seconds_since_last(self) -> float:
+        """Return how long ago a save began or a checkpoint was loaded; if neither has happened, the run's start."""
+        return time.monotonic() - self._last_time
 
     def retry_due(self) -> bool:
         """Return whether to save again because the last save failed. Ask on one rank only: the clocks differ."""
         return time.monotonic() >= self._retry_at
 
     def has_step(self, step: int) -> bool:
-        """Return whether the state after so many steps is committed in this run's folder, or about to be."""
+        """Return whether the state after `step` steps is committed in this run's folder, or about to be."""
         return step == self.last_committed or (self.save is not None and step == self.save.step)
+
+    @property
+    def waits_for_retry(self) -> bool:
+        """Whether the last save has failed, and none is in flight."""
+        return self.failure is not None and self.save is None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -145,20 +165,23 @@ class PendingSave:
 
         self.last_committed = self.save.step
         self.save = None
-        self._failures = 0
+        self.failure = None
+        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
         return False
 
     def abort_if_failed(self) -> bool:
         """Abort the save on all ranks if it failed on any of them. Return whether it was aborted.
 
-        Training continues, and tries again after a while: a full disk costs a checkpoint, but not the run.
+        Training continues, and tries again after a while: a full disk costs a checkpoint, but not the run. Only if
+        another attempt has taken over the run, all ranks raise a UserError: this one could never save again.
         """
-        # What this rank knows: why the save failed here, and whether another rank was the cause.
+        # What this rank knows: why the save failed here, whether another rank was the cause, and whether the run was
+        # taken over.
         outcome = self.save.outcome if self.save else None
-        report = [outcome.reason, outcome.caused_elsewhere] if isinstance(outcome, SaveFailed) else [None, False]
-        reports = self._runtime.collectives.all_gather_json(report)
+        failed = outcome if isinstance(outcome, SaveFailed) else SaveFailed("")
+        reports = self._runtime.collectives.all_gather_json([failed.reason, failed.caused_elsewhere, failed.taken_over])
 
-        failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
+        failures = [(rank, why, elsewhere) for rank, (why, elsewhere, _) in enumerate(reports) if why]
         if not failures:
             # `settle` may already have handled it: the control word is one step late.
             return False
@@ -172,14 +195,16 @@ class PendingSave:
         with self._runtime.heartbeat.visit("commit"):
             self.save.abort(reason)
 
-        # The exponent has a limit, too: a float overflows after 1,024 failures.
-        self._retry_at = time.monotonic() + min(RETRY_S * 2 ** min(self._failures, 6), MAX_RETRY_S)
-        self._failures += 1
+        self._retry_at = time.monotonic() + self._backoff.next()
+        self.failure = reason
+        step = self.save.step
+        self.save = None
+        if any(taken_over for _, _, taken_over in reports):
+            raise taken_over_error(f"the checkpoint of step {step} was not written: {reason}")
 
         # The failure is logged here, once, with the reasons of all ranks.
-        what = f"THE CHECKPOINT OF STEP {self.save.step} WAS NOT WRITTEN"
-        self._log_event("warning", reason=f"{what}: {reason}. Training continues; {self._last_good()}")
-        self.save = None
+        what = f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN"
+        self._log_event("warning", reason=f"{what}: {reason}. {self.what_follows}; {self._last_good()}")
         return True
 
     def _last_good(self) -> str:
@@ -192,11 +217,9 @@ class PendingSave:
         return f"the last good one is {newest[0].name}" if newest else "there is no checkpoint yet"
 
     def close(self, timeout: float = 0.0) -> None:
-        """Give the save `timeout` seconds to end, then abort it. No save may follow."""
+        """Give the save `timeout` seconds to end, and log it if it is committed then. No save may follow."""
         if self.save is not None and self.save.wait(timeout):
             self._follow_commit(self.save)
-
-        self._saver.close()
 
     def _follow_commit(self, save: Save) -> None:
         """Log the save once it is committed, and add metrics that came after its start.
@@ -216,8 +239,8 @@ class PendingSave:
             self._late_metrics = None
 
     def _log_commit(self, save: Save, outcome: Committed) -> None:
-        if outcome.warning:
-            self._log_event("warning", reason=f"the checkpoint of step {save.step} is {outcome.warning}")
+        for warning in outcome.warnings:
+            self._log_event("warning", reason=warning)
 
         self._log_event(
             "checkpoint",
@@ -227,3 +250,12 @@ class PendingSave:
             stall_s=save.stall_s,
             write_s=save.write_s,
         )
+
+
+def taken_over_error(found: str) -> UserError:
+    """Return the error with which an attempt ends that no longer owns its run."""
+    return UserError(
+        "another attempt has taken over this run, and continues it: this one ends",
+        found,
+        "look for a second process that trains in this run_dir; if there is none, add --resume RUN to resume the run",
+    )

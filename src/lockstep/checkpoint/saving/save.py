@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -26,13 +25,21 @@ from rich.filesize import decimal as size_text
 
 from lockstep import faults
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
-from lockstep.checkpoint.saving.commit import announce, commit, delete_old
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents, SaveContext
+from lockstep.checkpoint.saving.commit import commit, tidy_up
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
+from lockstep.checkpoint.saving.outcome import (
+    AbortRequest,
+    SaveError,
+    SaveFailed,
+    SaveOutcome,
+    TakenOver,
+    Written,
+    as_text,
+)
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Copied, Snapshot
 from lockstep.checkpoint.storage.files import split
-from lockstep.run_folder.checkpoint_names import file_name, folder_name
+from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.runtime.shards import LocalShard
 
 # How long the end of a run waits for the thread of an aborted save, in seconds: a disk may not answer.
@@ -45,9 +52,8 @@ class Saver:
     All ranks call `copy_and_write` for the same steps. A save waits until the previous one has ended with the buffer.
     """
 
-    def __init__(self, context: SaveContext, asynchronous: bool = True):
+    def __init__(self, context: SaveContext):
         self._context = context
-        self._asynchronous = asynchronous
         self._snapshot = Snapshot(file_name(context.rank))
 
         self._last: Save | None = None  # it uses the buffer until it has ended
@@ -71,9 +77,9 @@ class Saver:
         self._last = save = Save(self._context, step, self._saves, layout.file_size, metrics)
 
         # Only this rank's own file counts: other ranks may have other disks, and may write much less or much more.
-        if save.check_room():
-            copied = self._snapshot.take(contents.shards, contents.copy_later if self._asynchronous else ())
-            save.write(copied, contents.manifest_values, self._asynchronous)
+        if save.has_room():
+            later = contents.copy_later if self._context.checkpoint_config.asynchronous else ()
+            save.write(self._snapshot.take(contents.shards, later), contents.of_rank0)
 
         save.stall_s = time.perf_counter() - began
         return save
@@ -127,7 +133,10 @@ class Save:
         self.metrics: Final = metrics
 
         self.draft = Draft(context, step, number)
-        self.outcome: SaveOutcome | None = None  # final once `wait` returns True
+
+        # Set when the save ends. Later changes: rank 0 adds warnings while it tidies up after the commit, until `wait`
+        # returns True, and on other ranks `abort` turns `Written` into a failure.
+        self.outcome: SaveOutcome | None = None
         self._file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._abort = AbortRequest()
         self._thread: threading.Thread | None = None
@@ -141,13 +150,13 @@ class Save:
 
     # ---- what the training thread calls ----
 
-    def write(self, copied: Copied, manifest_values: ManifestValues, asynchronous: bool) -> None:
-        """Write the copy in a thread, or at once."""
+    def write(self, copied: Copied, of_rank0: Rank0Contents) -> None:
+        """Write the copy in a thread, or at once with `checkpoint.asynchronous=false`."""
         self._background_copy = copied.background_copy
 
         # The thread gets the copy, and not the shards, which training changes meanwhile.
-        run = partial(self._run, copied, manifest_values)
-        if asynchronous:
+        run = partial(self._run, copied, of_rank0)
+        if self.context.checkpoint_config.asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
             self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
             self._thread.start()
@@ -190,7 +199,7 @@ class Save:
 
     # ---- the thread ----
 
-    def _run(self, copied: Copied, manifest_values: ManifestValues) -> None:
+    def _run(self, copied: Copied, of_rank0: Rank0Contents) -> None:
         """Write, confirm and (on rank 0) commit. `outcome` says how the save ended: this raises no Exception."""
         self._began = time.perf_counter()
         try:
@@ -202,8 +211,8 @@ class Save:
             self._file_ended.set()
 
             if self.context.rank == 0:
-                self.outcome = commit(self.draft, self._abort, manifest_values, self.metrics)
-                self.outcome = self._tidy_up(self.outcome)
+                self.outcome = commit(self.draft, self._abort, of_rank0, self.metrics)
+                self.outcome = tidy_up(self.draft, self.outcome, self._note_commit)
             else:
                 self.outcome = Written()
         except BaseException as error:
@@ -241,30 +250,14 @@ class Save:
             digest.update(chunk)
             yield chunk
 
-    def _tidy_up(self, outcome: Committed) -> Committed:
-        """Do what follows a commit. Return the outcome with a warning of what has failed: the checkpoint is safe."""
-        warnings = [outcome.warning]
-        try:
-            warnings.append(announce(self.draft))
-
-            # `write_s` does not include deleting old checkpoints.
-            self.write_s = time.perf_counter() - self._began
-
-            # A commit that may not survive a power cut would leave none.
-            if not outcome.warning:
-                warnings.append(delete_old(self.context))
-
-            file = f"{folder_name(self.step)}/{file_name(0)}"
-            faults.damage_committed(self.context.storage, file, self.step)
-        except Exception as error:  # an exception would be lost with the thread
-            warnings.append(f"safe, but tidying up after it failed: {_as_text(error)}")
-
-        return replace(outcome, warning="; ".join(filter(None, warnings)))
+    def _note_commit(self) -> None:
+        """Note how long the commit took, without the deletion of old checkpoints, which follows."""
+        self.write_s = time.perf_counter() - self._began
 
     # ---- a save that fails ----
 
-    def check_room(self) -> bool:
-        """Return whether this rank's file fits on the disk. If not, the save fails before anything is written."""
+    def has_room(self) -> bool:
+        """Return whether this rank's file fits on the disk. If not, the save has failed, and nothing is written."""
         try:
             free = self.context.storage.free_bytes()
 
@@ -280,7 +273,7 @@ class Save:
 
     def _fail(self, error: BaseException) -> None:
         """Delete what this rank has written, report the failure to rank 0, and set the outcome."""
-        failed = SaveFailed(_as_text(error))
+        failed = SaveFailed(as_text(error))
         try:
             failed = self._explain(error)
             self.draft.delete()
@@ -301,13 +294,13 @@ class Save:
 
         match error:
             case SaveError():
-                return SaveFailed(str(error), error.caused_elsewhere)
+                return SaveFailed(str(error), error.caused_elsewhere, isinstance(error, TakenOver))
 
             case FileNotFoundError() | FileExistsError() | InvalidCheckpoint() if self.draft.is_gone():
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
                 # (`mkdir` may raise FileExistsError if a folder is deleted at that moment.)
                 why = "rank 0 has aborted the save, or another attempt has taken over: the uncommitted folder is gone"
-                return SaveFailed(why, caused_elsewhere=True)
+                return SaveFailed(why, caused_elsewhere=True, taken_over=self.context.is_taken_over())
 
             case InvalidCheckpoint():
                 return SaveFailed(str(error))
@@ -317,13 +310,8 @@ class Save:
                 return SaveFailed(f"{self._no_room()} while writing {size_text(self.file_size)}")
 
             case _:
-                return SaveFailed(_as_text(error))
+                return SaveFailed(as_text(error))
 
     def _no_room(self) -> str:
         """Return the beginning of a message about a full disk."""
         return f"no space left on the disk of {self.context.storage.location}"
-
-
-def _as_text(error: BaseException) -> str:
-    """Return the error with its type: many messages mean nothing without it."""
-    return f"{type(error).__name__}: {error}"

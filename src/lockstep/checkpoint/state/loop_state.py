@@ -12,8 +12,8 @@ from lockstep.checkpoint.state.stateful import Stateful
 class LoopState:
     """The state of the objects of the loop, by name. It consists of plain values, without tensors.
 
-    A resume restores the state before these objects exist, so `add` restores each of them. `load_state_dict` restores
-    the objects that are there at a rewind.
+    A resume restores the state before these objects exist, so `add_and_restore` restores each of them.
+    `load_state_dict` restores the objects that are there at a rewind.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class LoopState:
         # Their state in the checkpoint from which the run was resumed; None: the run was not resumed.
         self._saved: JsonDict | None = None
 
-    def add(self, name: str, stateful: Stateful, rewinds: bool = True) -> None:
+    def add_and_restore(self, name: str, stateful: Stateful, rewinds: bool = True) -> None:
         """Save the state of an object from now on, and restore it at once if the run was resumed.
 
         An older version may not have saved the object, so each value of its state has a default. `rewinds`: whether a

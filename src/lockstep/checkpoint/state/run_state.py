@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import ManifestValues, RankContents
+from lockstep.checkpoint.saving.context import Rank0Contents, RankContents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.loop_state import LoopState
@@ -43,7 +43,7 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.shards import LocalShard
 from lockstep.task import BatchSource, Task
 
-# Settings that determine the order of the samples. An entry that ends in a dot is a prefix.
+# How the keys of the settings begin that determine the order of the samples.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
 
@@ -104,10 +104,10 @@ class RunState:
 
     # ---- saving ----
 
-    def contents_of_rank(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> RankContents:
+    def contents_of_rank(self, runtime: Runtime, log_event: EventLogger, about_run: dict[str, Any]) -> RankContents:
         """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
 
-        `run_values` are values that do not come from here: the settings, the plan, the versions.
+        `about_run`: the values of the manifest that do not come from here: the settings, the plan, the versions.
         """
         # Rank 0 writes the JSON state of all ranks, which may hold different parameters.
         captured = self.capture()
@@ -121,12 +121,12 @@ class RunState:
             self._ranks_compared = True
 
         no_tensors: dict[str, Tensor] = {}
-        values = {"state": json_state, **pack({**run_values, "loop": self.loop.state_dict()}, "values", no_tensors)}
+        values = {"state": json_state, **pack({**about_run, "loop": self.loop.state_dict()}, "values", no_tensors)}
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
 
         later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
-        manifest_values = ManifestValues(captured.aliases, values)
-        return RankContents(self.shards_of(captured.tensors, runtime), manifest_values, later)
+        of_rank0 = Rank0Contents(captured.aliases, values)
+        return RankContents(self.shards_of(captured.tensors, runtime), of_rank0, later)
 
     def shards_of(self, tensors: dict[str, CapturedTensor], runtime: Runtime) -> dict[str, LocalShard]:
         """Return what this rank writes of the tensors that all ranks have captured. Collective."""
@@ -151,7 +151,7 @@ class RunState:
         Collective if the `state_dict` of the data source is, and under fsdp with checkpoint.frozen=false: digests of
         frozen parameters need the full tensors.
         """
-        captured = self._capture_all_tensors()
+        captured = self._capture_objects()
         json_state = captured.json_state
 
         # The keys are part of the file format (see CONTRIBUTING).
@@ -170,10 +170,10 @@ class RunState:
         The outcome of a step may still be pending, and no digest is computed. Collective if the `state_dict` of the
         data source is.
         """
-        return self._capture_all_tensors().tensors
+        return self._capture_objects().tensors
 
-    def _capture_all_tensors(self) -> CapturedState:
-        """Return the state of all objects that may have tensors; `capture` adds the rest to the JSON state."""
+    def _capture_objects(self) -> CapturedState:
+        """Return the tensors and the JSON of all objects that may have tensors; `capture` adds the rest of the JSON."""
         tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
         optimizers = self._optimizer_states.capture(tensors)
@@ -213,9 +213,15 @@ class RunState:
         here = sum(shard.local.nbytes for shard in self.shards_of(tensors, runtime).values())
         return sum(runtime.collectives.all_gather_json(here))
 
-    def estimated_optimizer_bytes(self) -> int:
-        """Return an estimate of the bytes of the optimizers' state, which is allocated in the first step."""
-        return self._optimizer_states.estimated_bytes()
+    def estimated_optimizer_bytes(self, runtime: Runtime) -> int:
+        """Return an estimate of the bytes of the optimizers' state, which is allocated in the first step. Collective.
+
+        All ranks get the same number, for the state that all of them write.
+        """
+        by_rank = runtime.collectives.all_gather_json(self._optimizer_states.estimated_bytes())
+
+        # With ZeRO-1 the groups of a rank have only the parameters that it updates; otherwise they have all of them.
+        return sum(by_rank) if self.optimizers.sharded else by_rank[0]
 
     # ---- restoring ----
 
@@ -232,7 +238,7 @@ class RunState:
         `rewinds`: whether this process has trained before, so that its objects may have state that must go.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
-        check_values(reader, "state")
+        require_values(reader, "state")
         with _noted(reader), reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings, rewinds)
             self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))
@@ -324,7 +330,7 @@ class RunState:
         return unpack(state, read, self._device)
 
 
-def check_values(reader: CheckpointReader, *keys: str) -> None:
+def require_values(reader: CheckpointReader, *keys: str) -> None:
     """Raise a UserError unless the manifest has these keys: a program other than a run may have written it."""
     missing = sorted(keys - reader.manifest.values.keys())
     if missing:

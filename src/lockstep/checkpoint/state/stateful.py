@@ -6,7 +6,7 @@ rewind and the check for free space then know it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor
@@ -77,12 +77,12 @@ def optional_members(stateful: object) -> OptionalMembers:
     )
 
 
-class RegisteredState(dict[str, Stateful]):
+class RegisteredState(Mapping[str, Stateful]):
     """Stateful objects by the names under which checkpoints hold their state, in the order of restoring."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.is_open = True  # until the run resumes: what is added later would be saved, but never restored
+        self._objects: dict[str, Stateful] = {}
+        self._is_open = True
 
         # The objects among them that have a tensor for each parameter.
         self.per_parameter: dict[str, PerParameter] = {}
@@ -121,19 +121,32 @@ class RegisteredState(dict[str, Stateful]):
                 "add load_state_dict(state), or remove state_dict()",
             )
 
-        if not self.is_open:
+        if not self._is_open:
             raise UserError(
                 f"{name!r} cannot be saved with the run: its checkpoints are already open",
                 "it would be saved, but a resumed run would not restore it",
                 "add it before the first step: call run.register before run.steps",
             )
 
-        self[name] = stateful
+        self._objects[name] = stateful
         if is_per_parameter(stateful):
             self.per_parameter[name] = stateful
 
         if required:
             self.required.add(name)
+
+    def close(self) -> None:
+        """Refuse what is added from now on: the run resumes, so it would be saved, but never restored."""
+        self._is_open = False
+
+    def __getitem__(self, name: str) -> Stateful:
+        return self._objects[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._objects)
+
+    def __len__(self) -> int:
+        return len(self._objects)
 
 
 # ---- a tensor for each parameter ----

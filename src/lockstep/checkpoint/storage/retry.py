@@ -1,4 +1,7 @@
-"""Retry together while the checkpoints are unreachable: all ranks try again, and give up at the same time."""
+"""Try again while the checkpoints are unreachable: how long, with which pauses, and after which errors.
+
+`retry_together` and `retry_on_rank0` are for ranks that act together: all of them try again, and give up at the same
+time. A `CheckpointReader`, and a save that is tried again during training, wait on their own."""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from lockstep.errors import UserError, printable
 if TYPE_CHECKING:
     from lockstep.runtime.context import Runtime
 
-# The pauses between two tries to read a checkpoint: each is twice as long as the last, up to half a minute. A heartbeat
-# follows each pause, so that the launcher does not take it for a stall.
+# The first and the longest pause between two tries to read or claim checkpoints. A heartbeat follows each pause, so
+# that the launcher does not take it for a stall.
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 
-# Errors that last until a person makes room or grants permission. After such an error a run does not wait.
+# The errors for which waiting does not help: they last until a person makes room or grants permission.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EROFS)
 
@@ -30,6 +33,50 @@ WRITE_FIX = "let this user write to the folder"
 Gather = Callable[[Any], list[Any]]
 
 Answer = TypeVar("Answer")
+
+
+class Backoff:
+    """Pauses between tries: each is twice as long as the last, up to a limit."""
+
+    def __init__(self, first_s: float, longest_s: float):
+        self._next_s = first_s
+        self._longest_s = longest_s
+
+    def next(self) -> float:
+        """Return the seconds of the next pause."""
+        pause = self._next_s
+        self._next_s = min(2 * pause, self._longest_s)
+        return pause
+
+
+class Wait:
+    """A wait for storage that is away: when it ends, the pauses, and the message about it."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._said = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again, because something was read."""
+        self._began = time.monotonic()
+        self._backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+
+    def left(self) -> float:
+        """Return how many seconds are left, by this process's clock."""
+        return self._began + self._timeout_s - time.monotonic()
+
+    def say(self, problem: str) -> None:
+        """Print what is waited for, once."""
+        # Not an event: the terminal shows events only after the set-up of the run.
+        if not self._said:
+            text = f"{problem}; trying again for {self._timeout_s:g} s (checkpoint.timeout)"
+            print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
+            self._said = True
+
+    def pause(self, left: float) -> None:
+        """Sleep until the next try, and no longer than what is `left`."""
+        time.sleep(min(self._backoff.next(), left))
 
 
 class StorageUnavailable(UserError):
@@ -52,33 +99,28 @@ def retry_on_rank0(
 
     # The other ranks have nothing to do, and get rank 0's result.
     act_here = act if runtime.is_main else lambda: None
-    return retry(lambda: run_on_all_ranks(gather, act_here, problem, fix), runtime, timeout_s).by_rank[0]
+    return retry_together(lambda: run_on_all_ranks(gather, act_here, problem, fix), runtime, timeout_s).by_rank[0]
 
 
-def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
+def retry_together(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
     """Call `act` until it does not raise StorageUnavailable: a file server or an object store may come back.
 
     After `timeout_s` seconds, let the error pass. Collective.
     """
-    began = time.monotonic()
-    pause = FIRST_PAUSE_S
-
+    wait = Wait(timeout_s)
     while True:
         try:
             return act()
         except StorageUnavailable as error:
             # All ranks raise it together, and give up together: rank 0's clock decides.
-            left = runtime.collectives.run_on_rank0(lambda: began + timeout_s - time.monotonic())
+            left = runtime.collectives.run_on_rank0(wait.left)
             if left <= 0:
                 raise
 
-            # Print it once, and not as an event: the terminal shows events only after the set-up of the run.
-            if runtime.is_main and pause == FIRST_PAUSE_S:
-                text = f"{error.problem} ({error.found}); trying again for {timeout_s:g} s (checkpoint.timeout)"
-                print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
+            if runtime.is_main:
+                wait.say(f"{error.problem} ({error.found})")
 
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, MAX_PAUSE_S)
+        wait.pause(left)
         runtime.heartbeat.keep_alive()
 
 

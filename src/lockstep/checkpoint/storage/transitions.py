@@ -138,8 +138,8 @@ def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
     """Delete a checkpoint, or `step-N.replaced`. The folder is renamed first, so that no reader finds half of it."""
-    step, _, _ = name.partition(".")
-    temporary = name_to_delete(step, token)
+    stem, _, _ = name.partition(".")
+    temporary = name_to_delete(stem, token)
 
     # A run and `lockstep ckpt prune` may delete the same one.
     with suppress(FileNotFoundError):

@@ -74,13 +74,10 @@ class Evaluations:
         self.early_stop.observe(results, evaluation.steps_done)
         self.stop_if_no_improvement()
 
-        # The best checkpoint belongs to the best evaluation, so it is saved now and not when the next save is due. If
-        # this step was saved before, the results are added to its checkpoint.
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
 
-        if not self._checkpoints.pending.add_metrics(evaluation.steps_done, results):
-            self._requests.save_agreed |= self._checkpoints.is_new_best(results)
+        self._checkpoints.evaluated(evaluation.steps_done, results)
 
         # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.
         if not self._learning_rate.observe(evaluation.loss, evaluation.steps_done):

@@ -89,7 +89,7 @@ class BuiltRunView:
 
     def save(self) -> None:
         """Save a checkpoint after the next step, on all ranks, even if only this one calls it."""
-        self._started("save()").requests.request_save()
+        self._started("save()").checkpoints.decision.request()
 
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""

@@ -43,6 +43,10 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     if best:
         summary["best"] = best
 
+    # The weights of the last step are saved all the same.
+    if run.checkpoints.pending.failure is not None:
+        summary["save_failed"] = run.checkpoints.pending.failure
+
     if run.requests.stop_reason:
         summary["stopped"] = run.requests.stop_reason
 

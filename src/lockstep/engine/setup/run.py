@@ -72,6 +72,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
+    checkpoints.open()
     resumed = checkpoints.resume()
     if resumed:
         plan = continue_plan(resumed, plan, source, stepper, config)
@@ -88,14 +89,14 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     requests = _make_requests(builder, plan, stepper, checkpoints, source, interval, resumed)
     # A rewind keeps the elapsed time and the requests.
     loop = checkpoints.state.loop
-    loop.add("clock", builder.clock, rewinds=False)
+    loop.add_and_restore("clock", builder.clock, rewinds=False)
     evaluations = _make_evaluations(builder, plan, stepper, checkpoints, requests)
-    loop.add("log", log)
-    loop.add("requests", requests, rewinds=False)
-    loop.add("evaluations", evaluations)
+    loop.add_and_restore("log", log)
+    loop.add_and_restore("requests", requests, rewinds=False)
+    loop.add_and_restore("evaluations", evaluations)
     checkpoint = builder.folder.as_shown(resumed.location) if resumed else None
     data_record = DataRecord(source, runtime, builder.recorder.event, checkpoint)
-    loop.add("data", data_record, rewinds=False)
+    loop.add_and_restore("data", data_record, rewinds=False)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
@@ -269,7 +270,7 @@ def _open_checkpoints(
     builder: RunBuilder, trained: TrainedModel, stepper: Stepper, source: BatchSource
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
-    builder.registered.is_open = False
+    builder.registered.close()
     role = trained.driver.role
     state = RunState(
         model=trained.driver.model,
@@ -290,11 +291,12 @@ def _open_checkpoints(
         runtime=builder.runtime,
         log_event=builder.recorder.event,
         update=stepper.update,
+        ask_for_save=lambda asks: stepper.set_flags(save=asks),
         fixed_settings=getattr(builder.task, "fixed_settings", ()),
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.
-    builder.on_failure(checkpoints.pending.close, timeout=LAST_SAVE_S)
+    builder.on_failure(checkpoints.close, timeout=LAST_SAVE_S)
 
     return checkpoints
 

@@ -1,0 +1,80 @@
+"""Whether to save after a step. This is the only place that decides it.
+
+Some reasons are known to one rank. It asks for the save in its control word, and acts only when all ranks have agreed:
+
+    run.save()                            on any rank
+    a notice of Ray Train                 on any rank
+    `checkpoint.minutes`                  by the clock of rank 0
+    another try after a save that failed  by the clock of rank 0
+
+Others are known to all ranks: `checkpoint.every`, an evaluation that is the best so far (`checkpoint.best`), a
+preemption, and the end of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.checkpoint.saving.pending import PendingSave
+from lockstep.config import RunConfig
+from lockstep.runtime.context import Runtime
+
+
+class SaveDecision:
+    """Decides when to save. `is_due` and `is_due_at_end` give the same answer on every rank; all methods are local."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime, pending: PendingSave, ask: Callable[[bool], None]):
+        """`ask(value)` sets whether the next control word of this rank asks for a save."""
+        self._config = config.checkpoint
+        self._runtime = runtime
+        self._pending = pending
+        self._ask = ask
+
+        # Whether the settings ask for any save. The user's code and signals may ask for one in any run.
+        rewinds = "rewind" in (config.nonfinite.policy, config.spike.policy)
+        chosen = self._config
+        self.by_settings = bool(chosen.every or chosen.minutes or chosen.at_end or chosen.best or rewinds)
+
+        self.agreed = False  # whether all ranks know of a request that is not carried out yet
+        self._requested = False  # by the user's code on this rank
+
+    # ---- on one rank ----
+
+    def request(self) -> None:
+        """Ask all ranks for a save, in the control word of this step and until one is made: `run.save()`."""
+        self._requested = True
+        self._ask(True)
+
+    def ask_if_due(self) -> None:
+        """After a step, ask in the next control word if this rank knows a reason to save."""
+        # The clocks of machines differ, so only rank 0's counts.
+        by_clock = self._runtime.is_main and (self._minutes_are_over() or self._pending.retry_due())
+        self._ask(self._requested or by_clock or self._runtime.notice.asks_for_save())
+
+    def _minutes_are_over(self) -> bool:
+        minutes = self._config.minutes
+        return minutes is not None and self._pending.seconds_since_last() > 60 * minutes
+
+    # ---- on all ranks alike ----
+
+    def agree(self) -> None:
+        """Save after this step: the control word asked for it, or an evaluation is the best so far."""
+        self.agreed = True
+
+    def is_due(self, step: int, preempted: bool) -> bool:
+        """Return whether to save the state after `step` steps. No state is saved twice, unless its save was aborted."""
+        every = self._config.every
+        wanted = self.agreed or preempted or (every is not None and step % every == 0)
+        return wanted and not self._pending.has_step(step)
+
+    def is_due_at_end(self, step: int) -> bool:
+        """Return whether to save the state after the last step. A save that failed is not left for later any more."""
+        wanted = self.agreed or self._config.at_end or self._pending.waits_for_retry
+        return wanted and not self._pending.has_step(step)
+
+    def carried_out(self) -> None:
+        """Forget all requests: a save has begun. One that raises has not carried them out."""
+        self.agreed = False
+        self._requested = False
+        self._ask(False)
+        self._runtime.notice.saved()
