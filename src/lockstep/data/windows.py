@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.length_balance import divide_by_length
 from lockstep.data.samplers import Sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.errors import UserError
-from lockstep.runtime.world import World
+from lockstep.runtime.world import World, rank_range
 from lockstep.task import MicroBatch
+
+if TYPE_CHECKING:
+    from lockstep.data.dataset_source import SourceOptions
 
 
 class Window(NamedTuple):
@@ -71,23 +73,21 @@ def micro_slice(window: Window, micro_batch_size: int, index: int) -> tuple[int,
     return start, min(start + micro_batch_size, window.stop)
 
 
-def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:
-    """Divide `count` items among the ranks and return the contiguous range for `rank`.
+def rank_share(count: int, world: World, in_turn: bool = False, speeds: Sequence[float] | None = None) -> range:
+    """Return the indices of this rank's micro-batches, of the `count` of a step: in turn, or a contiguous range.
 
-    Without `speeds` the ranges differ in length by at most one.
+    Without `speeds` the contiguous ranges differ in length by at most one.
     """
+    if in_turn:
+        return range(world.rank, count, world.size)
+
     if speeds is None:
-        return range(count * rank // size, count * (rank + 1) // size)
+        return rank_range(count, world.rank, world.size)
 
     # Every rank computes the counts of all ranks, so no communication is needed.
     counts = rank_counts(count, tuple(speeds))
-    start = sum(counts[:rank])
-    return range(start, start + counts[rank])
-
-
-def rank_share(count: int, world: World, in_turn: bool = False, speeds: Sequence[float] | None = None) -> range:
-    """Return the indices of this rank's micro-batches, of the `count` of a step: in turn, or a contiguous range."""
-    return range(world.rank, count, world.size) if in_turn else rank_range(count, world.rank, world.size, speeds)
+    start = sum(counts[: world.rank])
+    return range(start, start + counts[world.rank])
 
 
 def padding_count(count: int, local: int, world: World, collective_forwards: bool) -> int:
@@ -210,12 +210,12 @@ class StepOrder:
         if not self.skipped_spans:
             return next_window(position, self.epoch_length, options.global_batch, options.tail)
 
-        position = self._behind_skipped(position)
+        position = self._after_skipped(position)
         window = next_window(position, self.epoch_length, options.global_batch, options.tail)
 
         # `tail=drop` may have moved on to the next epoch, and into a skipped span there.
         begin = self.end_position(window) - window.size
-        if self._behind_skipped(begin) != begin:
+        if self._after_skipped(begin) != begin:
             return self.window(begin)
 
         # A span of a step of another size, from before a resume, may begin within the window, which then ends there.
@@ -223,7 +223,7 @@ class StepOrder:
         stop = min([window.stop, *(offset for offset in offsets if offset > window.start)])
         return Window(window.epoch, window.start, stop)
 
-    def _behind_skipped(self, position: int) -> int:
+    def _after_skipped(self, position: int) -> int:
         """Return the first position from here on that is in no skipped span."""
         # Spans are sorted, so one pass also leads out of spans that follow each other.
         for start, stop in self.skipped_spans:
@@ -233,7 +233,7 @@ class StepOrder:
         return position
 
     def end_position(self, window: Window) -> int:
-        """Return the position behind a window, counted over all epochs."""
+        """Return the position after a window, counted over all epochs."""
         return window.epoch * self.epoch_length + window.stop
 
     def count(self, window: Window) -> int:

@@ -30,8 +30,9 @@ from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
 from lockstep.data.torch_private import forget_worker
-from lockstep.data.windows import rank_range, rank_share
+from lockstep.data.windows import rank_share
 from lockstep.errors import UserError, plural
+from lockstep.runtime.world import rank_range
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
 State = dict[str, Any]  # the state of a `Cursor`
@@ -78,7 +79,7 @@ class ResumableStreamSource(EpochSource):
         super().__init__(collate, options)
         self.banner = self._make_banner()
 
-        # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
+        # By shard: the position after the last step that has ended. Empty at the beginning of an epoch.
         self._states: dict[int, State] = {}
         self._states_taken: dict[int, State] = {}  # behind the step that was taken
         self._reads: Iterator[_StepRead | None] | None = None
@@ -290,7 +291,7 @@ def _refuse_repeated_streams(shards: Shards) -> None:
 
 def local_micro_batches(options: SourceOptions) -> range:
     """Return the indices of this rank's micro-batches in a global step."""
-    return rank_share(options.num_micro_batches, options.data_world, options.in_turn)
+    return rank_share(options.global_num_micro_batches, options.data_world, options.in_turn)
 
 
 def places_of(index: int, options: SourceOptions) -> range:
@@ -416,7 +417,7 @@ class _StepReader(IterableDataset):
     def _first_sample(self, samples: dict[int, list[Any]]) -> Any:
         """Return the first sample of a single shard, for ranks to compare, or None if there is no need."""
         world = self.options.data_world
-        all_read_it = self.shards.shards == 1 and self.options.num_micro_batches >= world.size
+        all_read_it = self.shards.shards == 1 and self.options.global_num_micro_batches >= world.size
         if world.alone or not all_read_it or not samples.get(0):
             return None
         return comparable_copy(samples[0][0])
