@@ -46,7 +46,7 @@ class SampleLog(StepPart):
 
 
 class StepLog:
-    """Writes log lines. It owns the interval that the next one covers.
+    """Writes log lines. The next one covers the interval, in which the Run and the Stepper count too.
 
     A line is due after every `log.every` steps and after the last one. It is written later, when the user's code has
     logged what belongs to the step.
@@ -73,17 +73,14 @@ class StepLog:
 
     def add_metric(self, name: str, total: Number, weight: Weight) -> None:
         """Add to a metric of the next line."""
-        # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
-        self.interval.metric_names.see([name])
-        self.interval.sums.add([], [(name, total, weight)])
+        self.interval.add_metric(name, total, weight)
 
     def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
         """Count a step. `result` is the newest known result, which is the step's own if it is the last step."""
-        self.interval.steps += 1
-        self.interval.samples += samples
+        self.interval.add_step(samples)
         self._newest = result
 
-        # Otherwise the line before may be ready by now: nothing waits for its sums to come from the device.
+        # Otherwise the previous line may be ready by now: nothing waits for its sums to come from the device.
         if is_last or self._stepper.counters.steps_done % self._every == 0:
             self.line_due = True
         else:

@@ -108,6 +108,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         log=log,
         evaluations=evaluations,
         hooks=builder.hooks,
+        passes=builder.passes,
     )
 
     _begin(run, builder)
