@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.classic.process_group import GroupMembership, check_announced, current_world, time_limit
 from lockstep.data.samplers import make_sampler
+from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import BUFFERS_OPTION
 from lockstep.parallel.ddp.torch_private import free_group_last
 from lockstep.runtime.context import choose_device
-from lockstep.runtime.world import World, rank_range
+from lockstep.runtime.world import World
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -20,7 +20,7 @@ from lockstep.data.samplers import Sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.errors import UserError
-from lockstep.runtime.world import World, rank_range
+from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
 
 if TYPE_CHECKING:
@@ -73,21 +73,23 @@ def micro_slice(window: Window, micro_batch_size: int, index: int) -> tuple[int,
     return start, min(start + micro_batch_size, window.stop)
 
 
-def rank_share(count: int, world: World, in_turn: bool = False, speeds: Sequence[float] | None = None) -> range:
-    """Return the indices of this rank's micro-batches, of the `count` of a step: in turn, or a contiguous range.
+def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:
+    """Divide `count` items among the ranks and return the contiguous range for `rank`.
 
-    Without `speeds` the contiguous ranges differ in length by at most one.
+    Without `speeds` the ranges differ in length by at most one.
     """
-    if in_turn:
-        return range(world.rank, count, world.size)
-
     if speeds is None:
-        return rank_range(count, world.rank, world.size)
+        return range(count * rank // size, count * (rank + 1) // size)
 
     # Every rank computes the counts of all ranks, so no communication is needed.
     counts = rank_counts(count, tuple(speeds))
-    start = sum(counts[: world.rank])
-    return range(start, start + counts[world.rank])
+    start = sum(counts[:rank])
+    return range(start, start + counts[rank])
+
+
+def rank_share(count: int, world: World, in_turn: bool = False, speeds: Sequence[float] | None = None) -> range:
+    """Return the indices of this rank's micro-batches, of the `count` of a step: in turn, or a contiguous range."""
+    return range(world.rank, count, world.size) if in_turn else rank_range(count, world.rank, world.size, speeds)
 
 
 def padding_count(count: int, local: int, world: World, collective_forwards: bool) -> int:

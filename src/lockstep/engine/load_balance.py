@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.windows import StepOrder, rank_counts
+from lockstep.data.windows import StepOrder, rank_counts, rank_range
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.runtime.world import rank_range
 from lockstep.task import BatchSource
 
 WARM_UP = 3  # the first steps are not measured: they compile, allocate and connect

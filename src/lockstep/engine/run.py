@@ -74,6 +74,7 @@ class Run:
     passes: int = 1  # how often a custom loop goes over the batches of each step
 
     gathering: RowGathering = field(init=False, default_factory=RowGathering)
+    _waits_s: list[float] = field(init=False, default_factory=list)  # for each micro-batch of the current step
     _several: _SeveralPasses | None = field(init=False, default=None)  # of the current step, if it has more than one
 
     @property
@@ -156,7 +157,12 @@ class Run:
     def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterable[MicroBatch]:
         """Return `count` micro-batches, to iterate over once. Each comes after the hooks `before_batch`."""
         fed = self._wait_for_each(batches, count)
-        return self.hooks.around_batches(fed) if self.hooks.has("before_batch") else fed
+        return self.hooks.around_batches(fed) if self._has_before_batch else fed
+
+    @cached_property
+    def _has_before_batch(self) -> bool:
+        """Whether the user's code is called before every micro-batch."""
+        return self.hooks.has("before_batch")
 
     def _wait_for_each(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
@@ -164,7 +170,7 @@ class Run:
             raise _no_micro_batch(count, self.steps_done)
 
         iterator = iter(batches)
-        parts, interval, gathering = self.driver.parts, self.log.interval, self.gathering
+        parts, gathering = self.driver.parts, self.gathering
         for done in range(count):
             self.runtime.heartbeat.beat("data", self.steps_done)
             for part in parts:
@@ -176,8 +182,9 @@ class Run:
             if micro is None:
                 raise _wrong_count(count, str(done))
 
-            interval.add_micro_batch(time.perf_counter() - began)
-            gathering.begin_micro_batch()
+            self._waits_s.append(time.perf_counter() - began)
+            if gathering.row_offset is not None:
+                gathering.begin_micro_batch()
 
             # From now on a signal takes effect after the step, with a save.
             if not self.runtime.notice.waits:
@@ -212,7 +219,8 @@ class Run:
             self.requests.accept_late()
 
         result = self.requests.to_report(result)
-        self.log.end_step(batches.global_num_samples, result, is_last)
+        self.log.end_step(batches.global_num_samples, result, is_last, self._waits_s)
+        self._waits_s = []
 
         # Iterating over all modules is too slow for every step.
         if steps_done % self.config.checks.every == 0:
@@ -221,7 +229,7 @@ class Run:
         self._request_what_is_due()
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
-        if self.hooks.has("after_step"):
+        if self._has_after_step:
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
@@ -251,6 +259,11 @@ class Run:
         # A request of the user's code stays until it is carried out.
         save |= self.requests.save_requested
         self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
+
+    @cached_property
+    def _has_after_step(self) -> bool:
+        """Whether the user's code is called after every step."""
+        return self.hooks.has("after_step")
 
     @cached_property
     def _has_time_limits(self) -> bool:

@@ -251,8 +251,7 @@ class MetricNames:
 class Interval:
     """The time since the last line of metrics, with the sums and counts that the next line reports, on this rank.
 
-    One object serves all lines of a run. The Run counts in it what it waits for, the log steps and samples, and the
-    Stepper adds the losses of each step.
+    One object serves all lines of a run. The log counts the steps in it, and the Stepper adds their losses.
 
     On a GPU the outcome of the last step may be late (`engine/requests.py`): a line then lacks the losses of that
     step, which the next line has instead.
@@ -277,15 +276,12 @@ class Interval:
 
     # ---- what is counted ----
 
-    def add_micro_batch(self, waited_s: float) -> None:
-        """Count a micro-batch of this rank, and the time that the rank has waited for its data."""
-        self.micro_batches += 1
-        self.data_wait_s += waited_s
-
-    def add_step(self, samples: int) -> None:
-        """Count a step, with the samples of all ranks."""
+    def add_step(self, samples: int, waits_s: Sequence[float]) -> None:
+        """Count a step, with the samples of all ranks, and how long this rank has waited for each micro-batch."""
         self.steps += 1
         self.samples += samples
+        self.micro_batches += len(waits_s)
+        self.data_wait_s += sum(waits_s)
 
     def add_losses(self, losses: list[tuple[Number, Weight]], metrics: list[Term]) -> None:
         """Add the losses and metrics of an applied step."""

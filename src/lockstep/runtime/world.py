@@ -1,4 +1,4 @@
-"""The rank of a process and its world size: `environments` reads them, once, at the start. How ranks share items."""
+"""The rank of a process and its world size: `environments` reads them, once, at the start."""
 
 from __future__ import annotations
 
@@ -34,14 +34,6 @@ class World:
     @property
     def alone(self) -> bool:
         return self.size == 1
-
-
-def rank_range(count: int, rank: int, size: int) -> range:
-    """Divide `count` items among `size` ranks, and return the contiguous range for `rank`.
-
-    The ranges differ in length by at most one.
-    """
-    return range(count * rank // size, count * (rank + 1) // size)
 
 
 def whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.windows import micro_slice, next_window, rank_counts, rank_share
-from lockstep.runtime.world import World, rank_range
+from lockstep.data.windows import micro_slice, next_window, rank_counts, rank_range
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.sampled_from(["short", "drop"]))
@@ -40,7 +39,7 @@ SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
 @given(st.integers(0, 100), SPEEDS)
 def test_every_item_is_assigned_once_by_speed(count, speeds):
-    parts = [rank_share(count, World(rank, len(speeds)), speeds=speeds) for rank in range(len(speeds))]
+    parts = [rank_range(count, rank, len(speeds), speeds) for rank in range(len(speeds))]
     assert [i for part in parts for i in part] == list(range(count))
     assert tuple(map(len, parts)) == rank_counts(count, tuple(speeds))
     if count >= len(speeds):

@@ -25,8 +25,8 @@ def test_a_source_that_gives_another_number_of_micro_batches_than_it_announced_i
     run: Any = SimpleNamespace(
         runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace(waits=True)),
         steps_done=0,
-        log=SimpleNamespace(interval=SimpleNamespace(add_micro_batch=lambda seconds: None)),
         gathering=RowGathering(),
+        _waits_s=[],
         driver=SimpleNamespace(parts=[]),
     )
     batches: Any = ["first", "second"]

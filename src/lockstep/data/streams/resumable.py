@@ -30,9 +30,8 @@ from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
 from lockstep.data.torch_private import forget_worker
-from lockstep.data.windows import rank_share
+from lockstep.data.windows import rank_range, rank_share
 from lockstep.errors import UserError, plural
-from lockstep.runtime.world import rank_range
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
 State = dict[str, Any]  # the state of a `Cursor`

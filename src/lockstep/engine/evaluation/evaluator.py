@@ -24,6 +24,7 @@ from lockstep.data.loader import Request, SampleReader, is_empty, read_all
 from lockstep.data.samplers import Sampled
 from lockstep.data.streams.mosaic import by_index
 from lockstep.data.transfer import Transfer
+from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import LOSS_NAMES, Term, metric_terms, quotients
@@ -31,7 +32,6 @@ from lockstep.observe.recorder import Recorder
 from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.driver import Driver, LossFn
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.world import rank_range
 from lockstep.task import EvalData, Task
 
 # Samples per forward, if neither evaluate.batch nor micro_batch is set.

@@ -7,6 +7,7 @@ sums have arrived, which may be some steps later.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.engine.step import Stepper
@@ -46,7 +47,7 @@ class SampleLog(StepPart):
 
 
 class StepLog:
-    """Writes log lines. The next one covers the interval, in which the Run and the Stepper count too.
+    """Writes log lines. The next one covers the interval, to which the Stepper adds losses.
 
     A line is due after every `log.every` steps and after the last one. It is written later, when the user's code has
     logged what belongs to the step.
@@ -75,9 +76,12 @@ class StepLog:
         """Add to a metric of the next line."""
         self.interval.add_metric(name, total, weight)
 
-    def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
-        """Count a step. `result` is the newest known result, which is the step's own if it is the last step."""
-        self.interval.add_step(samples)
+    def end_step(self, samples: int, result: StepResult | None, is_last: bool, waits_s: Sequence[float] = ()) -> None:
+        """Count a step. `result` is the newest known result, which is the step's own if it is the last step.
+
+        `samples` are those of all ranks; `waits_s` has the wait of this rank for each of its micro-batches.
+        """
+        self.interval.add_step(samples, waits_s)
         self._newest = result
 
         # Otherwise the previous line may be ready by now: nothing waits for its sums to come from the device.

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.data.windows import rank_range
 from lockstep.parallel.ddp.comm_hooks import Bucket, CommHook
 from lockstep.parallel.exact.reducers import Gradients, OrderedTree
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.micro_batches import check_reached, norms_of_gradients
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.world import rank_range
 
 CHUNK = 2**20  # elements that are reduced at once: one chunk is added while others are being sent
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.data.windows import rank_range
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver, norms_of_gradients
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.world import rank_range
 from lockstep.task import MicroBatch
 
 Gradients = dict[int, Tensor]  # gradient sums over one or more micro-batches, by the id of the parameter

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.state.tensor_names import storage_key
 from lockstep.config import resolve
+from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.observe import metrics
 from lockstep.parallel.exact.grid import WEIGHT_GRID, check_representable, on_grid
 from lockstep.parallel.exact.reducers import _sum_by_halves, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.plan.plan import make_plan
-from lockstep.runtime.world import rank_range
 
 
 def written_out(total: int) -> str:
