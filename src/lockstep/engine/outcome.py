@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,15 +38,22 @@ class Outcome:
     loss_limit: float  # a mean loss above this is a spike
     word: SummedWord
     grad_norm: float  # of the gradient of the mean loss; any number if the weight is 0
-    applied: bool  # what the host (`applies`) or the device (`not_applied_on_device`) has decided
+    by_device: InitVar[bool | None] = None  # whether the device has applied the step; None: the host decides now
 
     # Derived from these.
     finite: bool = field(init=False)  # whether `grad_norm` is finite
-    mean_loss: float = field(init=False)
+    mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
+    applied: bool = field(init=False)  # whether the step is applied
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, by_device: bool | None) -> None:
+        word = self.word
         self.finite = math.isfinite(self.grad_norm)
-        self.mean_loss = mean_loss(self.word)
+        self.mean_loss = word.loss / word.weight if word.weight else 0.0
+
+        # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
+        # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
+        by_host = self.finite and word.weight > 0 and not (self.mean_loss > self.loss_limit)
+        self.applied = by_host if by_device is None else by_device
 
     def skip_reason(self) -> str | None:
         """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
@@ -68,20 +75,11 @@ class Outcome:
         return f"no finite gradient for {len(nonfinite)} of {len(names)} parameters, first {names[nonfinite[0]]!r}"
 
 
-def mean_loss(word: SummedWord) -> float:
-    """Return the mean loss of the step: 0 if the weight is 0, or if the control word does not include the loss."""
-    return word.loss / word.weight if word.weight else 0.0
-
-
-def applies(word: SummedWord, grad_norm: float, loss_limit: float) -> bool:
-    """Return whether the host applies a step."""
-    # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
-    # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
-    return math.isfinite(grad_norm) and word.weight > 0 and not mean_loss(word) > loss_limit
-
-
 def not_applied_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, loss_limit: float) -> Tensor:
-    """Return the opposite of `applies`, as a tensor () on the device. `weight` () is that of the summed word."""
+    """Return whether the step must not be applied, as a tensor () on the device: the rule of `Outcome.applied`.
+
+    `weight` () is that of the summed control word.
+    """
     # Where the weight is positive, a norm is at least 0, inf or nan. torch.isfinite would launch three more kernels.
     not_applied = ~((weight > 0) & (grad_norm < math.inf))
 

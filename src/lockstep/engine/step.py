@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.outcome import Outcome, OutcomeHandler, SkippedStep, applies, not_applied_on_device
+from lockstep.engine.outcome import Outcome, OutcomeHandler, SkippedStep, not_applied_on_device
 from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
@@ -72,7 +72,7 @@ class LateOutcome:
         self.arrived.synchronize()
         not_applied, grad_norm, *values = self.row.tolist()
         word = self.reduced.codec.unpack(values)
-        return Outcome(self.progress, self.reduced, self.loss_limit, word, grad_norm, applied=not not_applied)
+        return Outcome(self.progress, self.reduced, self.loss_limit, word, grad_norm, by_device=not not_applied)
 
 
 class Stepper:
@@ -199,7 +199,7 @@ class Stepper:
             to_mean = grad_norm = 0.0  # the gradient of no terms
 
         # No limit: a pass that applies nothing cannot be skipped as a spike.
-        outcome = Outcome(progress, reduced, math.inf, word, grad_norm, applied=applies(word, grad_norm, math.inf))
+        outcome = Outcome(progress, reduced, math.inf, word, grad_norm)
         self.outcome_handler.check(outcome)
 
         # In place, because the user reads `p.grad` until the next pass.
@@ -216,8 +216,7 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
 
         # All ranks have the same numbers here, so they agree without another collective.
-        limit = self.outcome_handler.spikes.limit()
-        outcome = Outcome(progress, reduced, limit, word, grad_norm, applied=applies(word, grad_norm, limit))
+        outcome = Outcome(progress, reduced, self.outcome_handler.spikes.limit(), word, grad_norm)
         self.outcome_handler.check(outcome)
         self.not_applied = not outcome.applied
         if outcome.applied:
