@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,65 @@ def test_an_overflow_is_skipped_and_lowers_the_scale():
     fixed = AMPTrainer(Overflows(), AMPConfig(static_scale=256.0, device="cpu"))
     fixed.training_step((bad, y))
     assert fixed.scaler.value == 256.0
+
+
+class Fails(torch.autograd.Function):
+    """Its second backward raises, after the gradients of the last layer were added."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Fails.calls += 1
+        if Fails.calls == 2:
+            raise torch.OutOfMemoryError("too large")
+        return gradient
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, fails):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.between = Fails.apply if fails else lambda x: x
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x))).square().mean()
+
+
+def train_on(batches, fails):
+    trainer = AMPTrainer(TwoLayers(fails), AMPConfig(enabled=False, gradient_accumulation_steps=2, device="cpu"))
+    trained = []
+    for x in batches:
+        try:
+            trained.append(trainer.training_step((x,)).result)
+        except torch.OutOfMemoryError:
+            continue
+    return trainer, [result.weight for result in trained if result]
+
+
+def test_a_caller_may_go_on_after_a_backward_that_has_raised():
+    """The batches of this step are dropped: a part of the gradients was added."""
+    Fails.calls = 0
+    batches = torch.randn(4, 8, 4).unbind()
+    trainer, trained = train_on(batches, fails=True)
+    expected, _ = train_on(batches[2:], fails=False)
+    assert trained == [16]
+    assert torch.allclose(weights(trainer.model), weights(expected.model))
+
+
+def test_one_of_several_processes_cannot_begin_a_step_anew():
+    Fails.calls = 1
+    trainer = AMPTrainer(TwoLayers(fails=True), FP32)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.training_step((torch.ones(8, 4),))
+    trainer.runtime = SimpleNamespace(world=World(0, 2))
+    with pytest.raises(UserError, match="the backward of a batch has raised in optimizer step 1"):
+        trainer.training_step((torch.ones(8, 4),))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lockstep.bench.intervals import estimate, ratio
 from lockstep.bench.results import figure, table_lines
 from lockstep.hf import CausalLM
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.compiled.compiler import compiler_among
+from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.runtime.attention import without_cudnn
 from lockstep.runtime.context import Runtime
 from public.bounded import Rows
@@ -177,7 +177,7 @@ def why(rows: Rows, tiny: bool) -> None:
             run = next(loop)
             wait_for_gpu()
             seconds = time.perf_counter() - began
-            compiler = compiler_among(run.driver.parts)
+            compiler = compiler_of(run.driver)
             now = compiler.state if compiler else "off"
             in_stage = in_stage + 1 if now == stage else 0
             stage = now

@@ -34,7 +34,8 @@ from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
 from lockstep.parallel.compiled import compilation, deadline, facts, kernel_times, payoff, targets
 from lockstep.parallel.compiled import compiler as compiler_module
-from lockstep.parallel.compiled.compiler import Compiler, compiler_among
+from lockstep.parallel.compiled.compiler import Compiler
+from lockstep.parallel.compiled.compiler import compiler_of as compiler_of_driver
 from lockstep.parallel.compiled.deadline import Deadline
 from lockstep.parallel.compiled.kernel_times import KernelTimer
 from lockstep.runtime import context
@@ -557,7 +558,7 @@ def test_code_that_is_slower_is_given_up(pool: Any, tmp_path: Any) -> None:
 
 def compiler_of(run: OwnRun) -> Compiler | None:
     assert run._builder.driver
-    return compiler_among(run._builder.driver.parts)
+    return compiler_of_driver(run._builder.driver)
 
 
 def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bool) -> dict[str, Any]:

@@ -148,14 +148,14 @@ def test_a_step_that_the_device_skips_leaves_the_averages() -> None:
 
     # Skipped: the host does nothing, and the device multiplies by 1 and adds 0.
     before = [average.clone() for average in on_host.parameter_tensors.values()]
-    on_host.update(skipped=True)
-    on_device.update(skipped=torch.tensor(True))
+    on_host.update(not_applied=True)
+    on_device.update(not_applied=torch.tensor(True))
     assert all(
         torch.equal(one, other) and torch.equal(one, old) for (one, other), old in zip(pairs(), before, strict=True)
     )
 
-    on_host.update(skipped=False)
-    on_device.update(skipped=torch.tensor(False))
+    on_host.update(not_applied=False)
+    on_device.update(not_applied=torch.tensor(False))
     assert all(torch.equal(one, other) for one, other in pairs())
     assert not any(torch.equal(one, old) for (one, _), old in zip(pairs(), before, strict=True))
 

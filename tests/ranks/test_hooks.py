@@ -80,7 +80,7 @@ class Sent:
 class Progress:
     """The only micro-batch of a step, with a gradient scale and a control word of the test's own."""
 
-    is_last_micro_batch, backwards_done, batches = True, 0, None
+    is_last_micro_batch, batches = True, None
 
     def __init__(self, scale: float, word: ControlWord):
         self._scale, self._word = scale, word
@@ -88,8 +88,11 @@ class Progress:
     def before_forward(self, micro: MicroBatch) -> None:
         pass
 
-    def record(self, loss: Loss) -> float:
+    def begin_backward(self, loss: Loss) -> float:
         return self._scale
+
+    def end_backward(self) -> None:
+        pass
 
     def control_word(self) -> ControlWord:
         return self._word

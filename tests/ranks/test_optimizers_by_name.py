@@ -149,7 +149,7 @@ def test_an_optimizer_without_parameters_is_left_alone_and_stepped():
     made, kept = build_optimizers(config, [torch.optim.AdamW(model.parameters()), other])
     assert isinstance(made, adamw8bit.AdamW8bit)
     assert kept is other
-    MasterWeights([made, kept], model, "master", seed=0).step_optimizer(kept, None, update_count=0)
+    MasterWeights([made, kept], model, "master", seed=0).step_optimizer(kept, None, pass_count=0)
     assert other.steps == 1
 
 

@@ -26,7 +26,7 @@ from lockstep.observe.metrics import Interval, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import ScheduleRate
 from lockstep.parallel.apply import parallelize
-from lockstep.parallel.micro_batches import MicroBatchDriver
+from lockstep.parallel.micro_batches import runs_whole_model
 from lockstep.parallel.progress import StepContext
 from lockstep.precision import DynamicScaler, check_storage, choose_precision
 from lockstep.runtime.collectives import Collectives
@@ -132,7 +132,7 @@ class AMPTrainer:
             settings = self.config.run_config(**self.settings())
             self.precision = choose_precision(settings, self.runtime.device)
             driver = parallelize(model, settings, self.runtime, self.precision)
-            assert isinstance(driver, MicroBatchDriver), "an AMPConfig has no setting for a pipeline"
+            assert runs_whole_model(driver), "an AMPConfig has no setting for a pipeline"
             self.driver = driver
             return self.wrap_own(model)
 
@@ -142,7 +142,12 @@ class AMPTrainer:
         return self.wrap_other(model.to(self.runtime.device))
 
     def training_step(self, batch: Any) -> TrainingStep:
-        """Run forward and backward; the last of `gradient_accumulation_steps` calls also steps the optimizer."""
+        """Run forward and backward; the last of `gradient_accumulation_steps` calls also steps the optimizer.
+
+        You may catch an error of the forward, such as out of memory, and go on with another batch. After an error of
+        the backward, a single process begins the optimizer step anew, without the batches that it had; with several
+        processes the next call raises.
+        """
         loss, result = self._micro_step(batch)
         return TrainingStep(loss.total.detach() / loss.weight, result)
 
@@ -245,6 +250,10 @@ class AMPTrainer:
             self.stepper.context.global_batch = int(self.runtime.collectives.all_reduce_(total))
             self._sized = True
 
+        # A caller may have caught an error of the last backward, which has left a part of the gradients.
+        if self._open_step is not None and self.stepper.progress.in_backward:
+            self._abandon_step()
+
         # The first micro-batch of an optimizer step begins the step.
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
@@ -269,6 +278,19 @@ class AMPTrainer:
         self._open_step = None
         self.stepper.set_flags(loaded=False)  # the control word of this step has carried it
         return loss, self.stepper.apply(self.stepper.progress, reduced)
+
+    def _abandon_step(self) -> None:
+        """Drop the batches of an optimizer step in which a backward has raised: the next one begins it anew."""
+        if not self.runtime.world.alone:
+            raise UserError(
+                f"the backward of a batch has raised in optimizer step {self.stepper.counters.steps_done + 1}, and "
+                "training_step was called again",
+                "the other ranks may be waiting in the all-reduce of that step, so this one cannot begin it anew",
+                "let the error end the process; if memory was short, make the batches smaller and raise "
+                "gradient_accumulation_steps",
+            )
+
+        self._open_step = None
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""

@@ -40,7 +40,7 @@ class SourceOptions:
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
 
     @property
-    def num_micro_batches(self) -> int:
+    def global_num_micro_batches(self) -> int:
         """The micro-batches of a full global batch, on all ranks together."""
         return -(-self.global_batch // self.micro_batch_size)
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.length_balance import divide_by_length
 from lockstep.data.samplers import Sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
@@ -23,6 +22,9 @@ from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
+
+if TYPE_CHECKING:
+    from lockstep.data.dataset_source import SourceOptions
 
 
 class Window(NamedTuple):
@@ -210,12 +212,12 @@ class StepOrder:
         if not self.skipped_spans:
             return next_window(position, self.epoch_length, options.global_batch, options.tail)
 
-        position = self._behind_skipped(position)
+        position = self._after_skipped(position)
         window = next_window(position, self.epoch_length, options.global_batch, options.tail)
 
         # `tail=drop` may have moved on to the next epoch, and into a skipped span there.
         begin = self.end_position(window) - window.size
-        if self._behind_skipped(begin) != begin:
+        if self._after_skipped(begin) != begin:
             return self.window(begin)
 
         # A span of a step of another size, from before a resume, may begin within the window, which then ends there.
@@ -223,7 +225,7 @@ class StepOrder:
         stop = min([window.stop, *(offset for offset in offsets if offset > window.start)])
         return Window(window.epoch, window.start, stop)
 
-    def _behind_skipped(self, position: int) -> int:
+    def _after_skipped(self, position: int) -> int:
         """Return the first position from here on that is in no skipped span."""
         # Spans are sorted, so one pass also leads out of spans that follow each other.
         for start, stop in self.skipped_spans:
@@ -233,7 +235,7 @@ class StepOrder:
         return position
 
     def end_position(self, window: Window) -> int:
-        """Return the position behind a window, counted over all epochs."""
+        """Return the position after a window, counted over all epochs."""
         return window.epoch * self.epoch_length + window.stop
 
     def count(self, window: Window) -> int:

@@ -57,7 +57,7 @@ class Exactness(StepPart):
         # Clone the buffers only now, after a resume may have restored them.
         self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
-        ranks = plan.num_micro_batches
+        ranks = plan.global_num_micro_batches
         text = f"the same bits on 1 to {ranks} ranks, with {self.platform['threads']} CPU thread(s) each"
         if self._unfused:
             text += "; fused optimizers step without their fused kernels"

@@ -24,7 +24,7 @@ from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.optim.capabilities import is_known
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.compiled.compiler import compiler_among
+from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.ddp.driver import gradient_in_parts
 from lockstep.parallel.driver import Driver
@@ -172,7 +172,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     first = [Option("graph=false", None)] if has_captures(driver.model) else []
 
     # The steps that are timed before anything is compiled need more memory than compiled ones.
-    compiler = compiler_among(driver.parts)
+    compiler = compiler_of(driver)
     if compiler and compiler.state == "time":
         first.append(Option("compile=true", None))
 

@@ -52,12 +52,12 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
             "give one number for each rank, or set load_balance=auto",
         )
 
-    if plan.data_size > 1 and plan.num_micro_batches <= plan.data_size:
+    if plan.data_size > 1 and plan.global_num_micro_batches <= plan.data_size:
         # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
         smaller = max(1, plan.global_batch // (4 * plan.data_size))
         larger_batch = f"set global_batch={4 * plan.data_size} or more, and micro_batch=1"
         raise UserError(
-            f"load_balance cannot assign {plan.num_micro_batches} micro-batches to {plan.data_size} ranks",
+            f"load_balance cannot assign {plan.global_num_micro_batches} micro-batches to {plan.data_size} ranks",
             "each rank has at most one, so none can be moved",
             f"set micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
         )
@@ -66,7 +66,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
     if isinstance(speeds, str):
         return plan
 
-    accumulation = max(rank_counts(plan.num_micro_batches, tuple(speeds)))
+    accumulation = max(rank_counts(plan.global_num_micro_batches, tuple(speeds)))
     return replace(plan, accumulation=accumulation, reasons=plan.reasons | {"accumulation": "assigned by load_balance"})
 
 
@@ -74,7 +74,7 @@ def describe_speeds(speeds: Speeds, plan: Plan) -> str:
     if isinstance(speeds, str):
         return f"measured in {MEASURED} steps after the first {WARM_UP}; then micro-batches are assigned by them"
 
-    return f"micro-batches {_show(rank_counts(plan.num_micro_batches, tuple(speeds)))} by load_balance"
+    return f"micro-batches {_show(rank_counts(plan.global_num_micro_batches, tuple(speeds)))} by load_balance"
 
 
 def balance_load(
@@ -112,14 +112,14 @@ class LoadBalancer(StepPart):
     slot = "balance"
 
     def __init__(self, plan: Plan, order: StepOrder, runtime: Runtime, log_event: EventLogger):
-        self._num_micro_batches = plan.num_micro_batches
+        self._num_micro_batches = plan.global_num_micro_batches
         self._order = order
         self._runtime = runtime
         self._log_event = log_event
 
         # How many micro-batches of a step each rank has; before any measurement, all about the same.
         self.assigned = tuple(
-            len(rank_range(plan.num_micro_batches, rank, plan.data_size)) for rank in range(plan.data_size)
+            len(rank_range(plan.global_num_micro_batches, rank, plan.data_size)) for rank in range(plan.data_size)
         )
 
         self._ended = 0  # steps of this process so far: the same number on all ranks

@@ -19,7 +19,7 @@ from lockstep.engine.hooks.show import call_show
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
-from lockstep.parallel.compiled.compiler import compiler_among
+from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.run_folder.names import ASSETS
 from lockstep.task import Loss, Task
@@ -67,14 +67,14 @@ class Training:
         self._eval_sets = _eval_sets(task, self.run)
         self.run.check_start(task)
         check_metrics(self.run, task, self._eval_sets)
+        self.run.hooks.inject_faults()
         self._loss = self._wrapped_loss()
 
     def _wrapped_loss(self) -> Callable[[nn.Module, Any], Loss]:
         """Return the loss function of the steps."""
         # The compiler gets the task's own loss. The hooks come after it: they may run any Python.
-        compiler = compiler_among(self.run.driver.parts)
+        compiler = compiler_of(self.run.driver)
         loss = compiler.around(self.task.loss) if compiler else self.task.loss
-        self.run.hooks.inject_faults()
         return self.run.hooks.around_loss(loss)
 
     def steps(self) -> Iterator[None]:
@@ -95,8 +95,7 @@ class Training:
 
     def _evaluate_if_interrupted(self) -> None:
         """Repeat the evaluation during which the run was preempted, if there is one."""
-        is_due, self.run.requests.evaluation_due = self.run.requests.evaluation_due, False
-        if is_due and self._eval_sets:
+        if self.run.requests.take_evaluation_due() and self._eval_sets:
             self.run.evaluate(self._eval_sets, may_preempt=True)
             self.run.save_if_agreed()
 

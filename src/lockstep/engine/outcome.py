@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,21 +37,23 @@ class Outcome:
     reduced: Reduced
     loss_limit: float  # a mean loss above this is a spike
     word: SummedWord
-    grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
+    grad_norm: float  # of the gradient of the mean loss; any number if the weight is 0
+    by_device: InitVar[bool | None] = None  # whether the device has applied the step; None: the host decides now
 
     # Derived from these.
     finite: bool = field(init=False)  # whether `grad_norm` is finite
     mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
-    applied: bool = field(init=False)  # whether the step is applied; `skip_on_device` computes the opposite
+    applied: bool = field(init=False)  # whether the step is applied
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, by_device: bool | None) -> None:
         word = self.word
         self.finite = math.isfinite(self.grad_norm)
         self.mean_loss = word.loss / word.weight if word.weight else 0.0
 
         # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
         # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
-        self.applied = self.finite and word.weight > 0 and not (self.mean_loss > self.loss_limit)
+        by_host = self.finite and word.weight > 0 and not (self.mean_loss > self.loss_limit)
+        self.applied = by_host if by_device is None else by_device
 
     def skip_reason(self) -> str | None:
         """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
@@ -73,19 +75,19 @@ class Outcome:
         return f"no finite gradient for {len(nonfinite)} of {len(names)} parameters, first {names[nonfinite[0]]!r}"
 
 
-def skip_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, loss_limit: float) -> Tensor:
-    """Return whether the step must be skipped, the opposite of `Outcome.applied`, as a tensor () on the device.
+def not_applied_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, loss_limit: float) -> Tensor:
+    """Return whether the step must not be applied, as a tensor () on the device: the rule of `Outcome.applied`.
 
     `weight` () is that of the summed control word.
     """
     # Where the weight is positive, a norm is at least 0, inf or nan. torch.isfinite would launch three more kernels.
-    skip = ~((weight > 0) & (grad_norm < math.inf))
+    not_applied = ~((weight > 0) & (grad_norm < math.inf))
 
-    # Without a limit, skip decoding the control word, which would launch kernels.
+    # Without a limit, the control word is not decoded, which would launch kernels.
     if loss_limit == math.inf:
-        return skip
+        return not_applied
 
-    return skip | (reduced.codec.mean_loss(reduced.packed_word) > loss_limit)
+    return not_applied | (reduced.codec.mean_loss(reduced.packed_word) > loss_limit)
 
 
 class SkippedStep(NamedTuple):
@@ -110,11 +112,14 @@ class OutcomeHandler:
 
         self.spikes = SpikeDetector(context.config.spike)
 
-        # Counts so far.
+        # Counts of steps so far. One with several passes counts once, if any of its passes is skipped.
         self.skipped = 0
         self._overflows = 0  # of the skipped steps: those that a lower loss scale of fp16 may prevent
         self.skips_in_a_row = 0  # the other skipped steps since the last one that was applied
         self.empty_in_a_row = 0  # steps of weight 0
+
+        # The newest steps that were counted as skipped, and in a row.
+        self._counted = self._counted_in_a_row = -1
 
         self.rewind_after: SkippedStep | None = None  # set if the run must rewind to its last checkpoint
 
@@ -133,7 +138,7 @@ class OutcomeHandler:
             self._handle_skip(outcome, result)
             return result
 
-        self.skips_in_a_row = 0
+        self.skips_in_a_row, self._counted_in_a_row = 0, -1
         self.spikes.add(outcome.mean_loss)
         if self._scaler:
             self._scaler.update(overflowed=False)
@@ -187,7 +192,7 @@ class OutcomeHandler:
             step=outcome.progress.step,
             applied=outcome.applied,
             weight=word.weight,
-            grad_norm=outcome.grad_norm,
+            grad_norm=outcome.grad_norm if word.weight else 0.0,  # the gradient of no terms
             skip_reason=outcome.skip_reason(),
             loss=outcome.mean_loss if self._knows_loss and word.weight else None,
             exhausted=word.exhausted == self._runtime.world.size,
@@ -224,16 +229,19 @@ class OutcomeHandler:
 
     def _handle_skip(self, outcome: Outcome, result: StepResult) -> None:
         """Log a skipped step, adapt the loss scale, and apply the policy. Collective: every rank must call it."""
-        self.skipped += 1
+        is_first = self._counted != result.step
+        self._counted = result.step
+        self.skipped += is_first
         reason = self._log_skip(outcome, result)  # first: it logs the loss scale with which the step was computed
 
         # An overflow of fp16 is not a failure: this is how the scaler finds its value.
         if self._handle_overflow(outcome):
-            self._overflows += 1
+            self._overflows += is_first
             return
 
         # Too many of the others in a row end the run under every policy.
-        self.skips_in_a_row += 1
+        self.skips_in_a_row += self._counted_in_a_row != result.step
+        self._counted_in_a_row = result.step
         limit = self._config.nonfinite.max_in_a_row
 
         # A spike has a finite gradient; each of the two cases has its own policy.
@@ -322,6 +330,8 @@ class OutcomeHandler:
         self.skips_in_a_row = skips["failures_in_a_row"]
         self._overflows = skips.get("scale_backoffs", 0)  # older checkpoints do not have it
 
+        # A rewind repeats steps.
+        self._counted = self._counted_in_a_row = -1
         self.empty_in_a_row = 0
 
         self.spikes.recent.clear()

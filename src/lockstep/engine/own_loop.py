@@ -32,8 +32,9 @@ from lockstep.engine.setup import RunBuilder
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.optim.schedulers.user_scheduler import is_scheduler
-from lockstep.parallel.compiled.compiler import compiler_among
+from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
+from lockstep.parallel.micro_batches import runs_whole_model
 from lockstep.runtime import heartbeat
 from lockstep.task import Loss
 
@@ -92,7 +93,7 @@ class OwnRun(BuiltRunView):
 
     def _check_setup(self, trained: TrainedModel, optimizers: int) -> None:
         """Raise if a custom loop cannot run this model, or if the user has made another number of optimizers."""
-        if not trained.driver.role.runs_whole_model:
+        if not runs_whole_model(trained.driver):
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a custom loop",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
@@ -141,7 +142,7 @@ class OwnRun(BuiltRunView):
             )
 
         # Without a compiler nothing is compiled, or the model's forward is collective and compiled by itself.
-        compiler = compiler_among(driver.parts)
+        compiler = compiler_of(driver)
         if compiler is None:
             return function
 
@@ -186,6 +187,8 @@ class OwnRun(BuiltRunView):
         self._check_passes(passes)
         self._check_first_call()
 
+        self._builder.passes = passes
+
         # Make the hooks first: a step computes more if some exist.
         self._builder.use_hooks(Hooks(self, callbacks=self._builder.callbacks))
         self._run = run = self._builder.setup_run(dataset, collate)
@@ -198,7 +201,7 @@ class OwnRun(BuiltRunView):
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
-            step = OwnStep(run, batches, gradients, passes)
+            step = OwnStep(run, batches, gradients)
             try:
                 yield step
             finally:

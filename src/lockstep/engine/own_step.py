@@ -15,23 +15,23 @@ from lockstep.engine.run import Run
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import LET_THROUGH
-from lockstep.parallel.micro_batches import MicroBatchDriver
+from lockstep.parallel.micro_batches import runs_whole_model
+from lockstep.parallel.progress import backward_failed
 from lockstep.runtime.seeds import derive, seed_torch
-from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
+from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
 
 
 class OwnStep:
     """One optimizer step. In each pass, iterate over its batches, call `backward` for each of them, then `apply`."""
 
-    def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard, passes: int = 1):
+    def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard):
         self._run = run
         self._batches = batches
         self._gradients = gradients
 
         # The batches of this step, and the passes over them.
         self._yielded = 0  # batches so far, in this pass
-        self._passes = passes
-        self._saved_batches: list[MicroBatch] = []  # for later passes
+        self._passes = run.passes
         self.passes_done = 0
 
         # What a user may read.
@@ -42,7 +42,7 @@ class OwnStep:
 
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        assert isinstance(run.driver, MicroBatchDriver), "OwnRun.setup refuses a pipeline"
+        assert runs_whole_model(run.driver), "OwnRun.setup refuses a pipeline"
         self._driver = run.driver
         self._reduced: Reduced | None  # of the current pass, after its last backward
         self._begin_pass()
@@ -52,22 +52,16 @@ class OwnStep:
 
     def __iter__(self) -> Iterator[Any]:
         if self.ended:
-            raise UserError(
-                f"the loop went over the batches of step {self.number} again, after step.apply() had ended the step",
-                "",
-                f"announce the number of passes: run.steps(dataset, passes={self._passes + 1})",
-            )
+            raise self._went_over_again("after step.apply() had ended the step")
 
         # Not at the end of the previous pass: after `measure` its gradients stay available until here.
         if self._progress.pass_index != self.passes_done:
             self._begin_pass()
+        elif self._yielded == self._batches.num_micro_batches:
+            raise self._went_over_again("before step.apply(): every batch of the pass has had its backward")
 
-        first_pass = self.passes_done == 0
-        for micro in self._batches if first_pass else self._saved_batches:
-            # The source yields each batch once, so it is kept for later passes.
-            if first_pass and self._passes > 1:
-                self._saved_batches.append(micro)
-
+        self._check_backward_done()
+        for micro in self._feed:
             self._yielded += 1
             self._driver.before_forward(micro, self._progress)
             self._gradients.note()
@@ -76,9 +70,7 @@ class OwnStep:
             with self._driver.inner_gradients, self._progress.autocast():
                 yield micro.data
 
-            # The body is over. Without its backward, the ranks would not be in the same micro-batch.
-            if self._progress.backwards_done != self._yielded:
-                raise self._backward_count_error("0 times")
+            self._check_backward_done()
 
     @property
     def sample_offset(self) -> int:
@@ -103,8 +95,11 @@ class OwnStep:
 
         `loss_sum` and the metrics, which are sums as well, have shape ().
         """
+        if self._progress.in_backward:
+            raise backward_failed(self.index)
+
         if self._progress.backwards_done == self._yielded:
-            raise self._backward_count_error("twice")
+            raise self._no_batch_for_backward()
 
         self._gradients.check("step.backward")
         if self._gradients.is_new:
@@ -117,7 +112,7 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with LET_THROUGH, self._run.stepper.context.precision.no_autocast():
+        with LET_THROUGH, self._progress.no_autocast():
             loss = Loss(loss_sum, weight, metrics)
             loss = self._run.hooks.before_backward(loss)
             self._reduced = self._driver.finish_micro_batch(loss, self._progress)
@@ -197,6 +192,7 @@ class OwnStep:
         """Begin a pass: its sums start at 0, and all gradients are cleared."""
         self._yielded = 0
         self._reduced = None
+        self._feed = iter(self._run.next_pass() if self.passes_done else self._batches)
         self._progress = self._run.stepper.new_progress(self._batches, self.passes_done, self._passes)
         self._gradients.forget()
         self._driver.begin_pass()
@@ -210,7 +206,6 @@ class OwnStep:
         else:
             # End the step here, not after the body of the loop, so that the rest of the body sees the new step count.
             self.ended = True
-            self._saved_batches.clear()
             self.result = self._run.end_step(self._batches, self.result)
 
         self._run.runtime.heartbeat.beat("user code")
@@ -226,6 +221,9 @@ class OwnStep:
             )
 
         # Without the last backward, which includes the all-reduce, the other ranks would wait.
+        if self._progress.in_backward:
+            raise backward_failed(self.index)
+
         done = self._progress.backwards_done if self._progress.pass_index == self.passes_done else 0
         if done != self._batches.num_micro_batches:
             raise UserError(
@@ -263,9 +261,36 @@ class OwnStep:
         distinct = {index for index in indices if index is not None}
         return sorted(distinct) if len(distinct) < len(known) else None
 
+    def _check_backward_done(self) -> None:
+        """Raise unless every batch so far has had its backward: the ranks must be in the same micro-batch."""
+        if self._progress.in_backward:
+            raise backward_failed(self.index)
+
+        if self._progress.backwards_done != self._yielded:
+            raise self._backward_count_error("0 times")
+
+    def _no_batch_for_backward(self) -> UserError:
+        """Return the error for a backward without a batch: every batch so far has had one."""
+        if self._yielded and not self.ended and self._progress.pass_index == self.passes_done:
+            return self._backward_count_error("twice")
+
+        return UserError(
+            f"step.backward was called outside of the batches of step {self.number}",
+            "",
+            "call it in the body of `for batch in step:`, once per batch",
+        )
+
     def _backward_count_error(self, times: str) -> UserError:
         return UserError(
             f"step.backward was called {times} for batch {self._yielded - 1} of step {self.number}",
             "",
             "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
+        )
+
+    def _went_over_again(self, when: str) -> UserError:
+        return UserError(
+            f"the loop went over the batches of step {self.number} again, {when}",
+            "",
+            f"announce the number of passes: run.steps(dataset, passes={self._passes + 1}); each of them ends with "
+            "step.apply() or step.measure()",
         )

@@ -112,6 +112,16 @@ class Requests:
         self.evaluate_agreed = False
         self.stepper.set_flags(evaluate=False)
 
+    def repeat_evaluation(self) -> None:
+        """Save and exit: a preemption has interrupted the evaluation of this step, which the resumed run repeats."""
+        self.preempt_agreed = True
+        self.evaluation_due = True
+
+    def take_evaluation_due(self) -> bool:
+        """Return whether this run must repeat an evaluation first. It is returned once."""
+        is_due, self.evaluation_due = self.evaluation_due, False
+        return is_due
+
     # ---- a stop ----
 
     def request_stop(self, reason: str | None = None, by_user: bool = False) -> None:

@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from lockstep.checkpoint.loading.resume import Resumed
@@ -75,7 +75,11 @@ class Run:
     data_record: DataRecord  # whether a resumed run reads the same data
     hooks: Hooks  # the user's functions that the run calls
 
+    passes: int = 1  # how often a custom loop goes over the batches of each step
+
     gathering: RowGathering = field(init=False, default_factory=RowGathering)
+    _waits_s: list[float] = field(init=False, default_factory=list)  # for each micro-batch of the current step
+    _several: _SeveralPasses | None = field(init=False, default=None)  # of the current step, if it has more than one
 
     @property
     def seconds(self) -> float:
@@ -110,13 +114,13 @@ class Run:
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop.
 
-        Iterating over them measures the wait for data and calls the hooks `before_batch`.
+        Iterating over them measures the wait for data and calls the hooks `before_batch`. That is the first pass over
+        them; a custom loop gets the others from `next_pass`.
         """
         self.log.interval.restart_clock()
-        self.trained_model.guard.late_hooks.check()
+        self.trained_model.guard.check_late_hooks()
         self.stepper.choose_kernels()
         is_first = True
-        has_before_batch = bool(self.hooks.named("before_batch"))
 
         while (steps_left := self.plan.steps - self.steps_done) > 0 and not self.requests.stop_agreed:
             self.trained_model.guard.check()
@@ -127,9 +131,12 @@ class Run:
             # step: a benchmark replaces it between two of them.
             batches = self._take_first() if is_first else self.source.take()
 
-            micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
-            if has_before_batch:
-                micro_batches = self.hooks.around_batches(micro_batches)
+            if self.passes > 1:
+                feed = partial(self._feed, count=batches.num_micro_batches)
+                self._several = _SeveralPasses(batches.micro_batches, self.passes, feed)
+                micro_batches = self.next_pass()
+            else:
+                micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
 
             # A copy: the object belongs to the source, which may give it again.
             yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
@@ -143,6 +150,11 @@ class Run:
         for part in [part for part in self.driver.parts if isinstance(part, FirstDraws)]:
             self.driver.parts.remove(part)
             part.tell(self.recorder.event)
+
+    def next_pass(self) -> Iterable[MicroBatch]:
+        """Return the micro-batches of the current step for its next pass, with the same calls as for the first."""
+        assert self._several is not None, "a step of one pass"
+        return self._several.next_pass()
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.
@@ -158,13 +170,23 @@ class Run:
 
         return self.source.take()
 
-    def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+    def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterable[MicroBatch]:
+        """Return `count` micro-batches, to iterate over once. Each comes after the hooks `before_batch`."""
+        fed = self._wait_for_each(batches, count)
+        return self.hooks.around_batches(fed) if self._has_before_batch else fed
+
+    @cached_property
+    def _has_before_batch(self) -> bool:
+        """Whether the user's code is called before every micro-batch."""
+        return self.hooks.has("before_batch")
+
+    def _wait_for_each(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         if count < 1:
             raise _no_micro_batch(count, self.steps_done)
 
         iterator = iter(batches)
-        parts, interval = self.driver.parts, self.log.interval
+        parts, gathering = self.driver.parts, self.gathering
         for done in range(count):
             self.runtime.heartbeat.beat("data", self.steps_done)
             for part in parts:
@@ -176,14 +198,16 @@ class Run:
             if micro is None:
                 raise _wrong_count(count, str(done))
 
-            interval.data_wait_s += time.perf_counter() - began
-            interval.micro_batches += 1
+            self._waits_s.append(time.perf_counter() - began)
+            if gathering.row_offset is not None:
+                gathering.begin_micro_batch()
 
             # From now on a signal takes effect after the step, with a save.
             if not self.runtime.notice.waits:
                 self.runtime.notice.defer_to_step_end()
 
             yield micro
+            del micro  # it must not stay in memory while the next one is read
 
         # Without an error the rest would count as trained.
         if next(iterator, None) is not None:
@@ -211,7 +235,8 @@ class Run:
             self.requests.accept_late()
 
         result = self.requests.to_report(result)
-        self.log.end_step(batches.global_num_samples, result, is_last)
+        self.log.end_step(batches.global_num_samples, result, is_last, self._waits_s)
+        self._waits_s = []
 
         # Iterating over all modules is too slow for every step.
         if steps_done % self.config.checks.every == 0:
@@ -228,7 +253,7 @@ class Run:
         # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a
         # save that was still copying the averages, and a step without an update leaves them as they are.
         if self.trained_model.average:
-            self.trained_model.average.update(self.stepper.progress.skipped)
+            self.trained_model.average.update(self.stepper.not_applied)
 
         return result
 
@@ -243,7 +268,7 @@ class Run:
         if self._has_time_limits and self.runtime.is_main:
             seconds = self.seconds
             evaluate = self.evaluations.schedule.due_by_clock(seconds)
-            if self.evaluations.early_stop.time_is_over(seconds):
+            if self.evaluations.time_is_over(seconds):
                 self.requests.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
 
         self.stepper.set_flags(save_failed=save_failed, evaluate=evaluate)
@@ -251,7 +276,7 @@ class Run:
     @cached_property
     def _has_after_step(self) -> bool:
         """Whether the user's code is called after every step."""
-        return bool(self.hooks.named("after_step"))
+        return self.hooks.has("after_step")
 
     @cached_property
     def _has_time_limits(self) -> bool:
@@ -364,18 +389,55 @@ class Run:
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluations is None:
-            self.requests.preempt_agreed = True
-            self.requests.evaluation_due = True
+            self.requests.repeat_evaluation()
             self.maintain()
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         # Decide only when all are done: an interrupted evaluation is repeated from the first set on.
         self.evaluations.follow(sets, evaluations, self.seconds)
-        if self.hooks.named("after_eval"):
+        if self.hooks.has("after_eval"):
             with self.runtime.heartbeat.visit("user code"):
                 self.hooks.after_eval(results_for_hooks(sets, evaluations))
 
         return evaluations
+
+
+class _SeveralPasses:
+    """The micro-batches of a step, over which a custom loop goes several times. The source gives each only once."""
+
+    def __init__(
+        self,
+        batches: Iterable[MicroBatch],
+        passes: int,
+        feed: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]],
+    ):
+        """`feed` returns what the loop gets: the same micro-batches, with the calls that belong to each pass."""
+        self._batches = batches
+        self._passes_left = passes
+        self._feed = feed
+
+    def next_pass(self) -> Iterable[MicroBatch]:
+        """Return the micro-batches, to iterate over once before the next call."""
+        self._passes_left -= 1
+        if self._passes_left == 0:
+            return self._feed(self._batches)
+
+        kept: list[MicroBatch] = []
+        batches, self._batches = self._batches, _taken_out(kept)
+        return self._feed(_kept_in(kept, batches))
+
+
+def _kept_in(kept: list[MicroBatch], batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield a copy of each micro-batch, whose data a hook may replace, and keep the original."""
+    for micro in batches:
+        kept.append(micro)
+        yield replace(micro)
+
+
+def _taken_out(kept: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches that were kept, each of which is kept no more."""
+    while kept:
+        yield kept.pop(0)
 
 
 def _wrong_count(count: int, given: str) -> UserError:

@@ -3,13 +3,13 @@
     progress = self.new_progress(batches)                                sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
     factor   = to_sum x clipping / (global weight x loss scale)          to_sum: ranks, if gradients are means; else 1
-    if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
+    if the step is to be applied: optimizer.step(factor)                 the same answer on every rank
 
 A custom loop runs the micro-batches itself, between `new_progress` and `apply`.
 
 This module knows no strategy. It treats GPUs differently in one respect: if the optimizers can skip on the device, the
-device itself decides, and the outcome is *late*: the host reads it one step later. Ranks that are in different steps
-are then noticed only after the update, and the run ends.
+device itself decides, and the outcome is *late*: the host reads the decision one step later. Ranks that are in
+different steps are then noticed only after the update, and the run ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.outcome import Outcome, OutcomeHandler, SkippedStep, skip_on_device
+from lockstep.engine.outcome import Outcome, OutcomeHandler, SkippedStep, not_applied_on_device
 from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
@@ -45,9 +45,34 @@ class LateOutcome:
 
     progress: StepProgress
     reduced: Reduced
+    optimizer_indices: Sequence[int]  # of the optimizers that the step was for
     loss_limit: float
-    row: Tensor  # [1 + LENGTH]: gradient norm and packed control word, in pinned host memory
+    row: Tensor  # [2 + LENGTH]: whether it was not applied, gradient norm, packed control word; in pinned host memory
     arrived: torch.cuda.Event
+
+    @classmethod
+    def queue_copy(
+        cls,
+        progress: StepProgress,
+        reduced: Reduced,
+        optimizer_indices: Sequence[int],
+        loss_limit: float,
+        not_applied: Tensor,
+        grad_norm: Tensor,
+    ) -> LateOutcome:
+        """Queue the copy of the numbers to the host, after the kernels of the step. The event tells when it is done."""
+        numbers = [not_applied.double().reshape(1), grad_norm.reshape(1), reduced.packed_word.double()]
+        row = torch.cat(numbers).to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(progress, reduced, optimizer_indices, loss_limit, row, arrived)
+
+    def read(self) -> Outcome:
+        """Wait for the device, and return what it has decided."""
+        self.arrived.synchronize()
+        not_applied, grad_norm, *values = self.row.tolist()
+        word = self.reduced.codec.unpack(values)
+        return Outcome(self.progress, self.reduced, self.loss_limit, word, grad_norm, by_device=not not_applied)
 
 
 class Stepper:
@@ -62,7 +87,7 @@ class Stepper:
         interval: Interval,
         trained_parameters: TrainedParameters | None = None,
     ):
-        """`interval` belongs to the log: the step adds its losses and counts its skips there.
+        """`interval` is what the next log line covers: the step adds its losses there, and notes skips.
 
         `trained_parameters` says which ones each step trains, if a hook delays some.
         """
@@ -85,6 +110,7 @@ class Stepper:
 
         # Changed by every step. The progress is that of the current step, and empty before the first.
         self.progress = StepProgress(context, StepBatches(0, (), 0), 0)
+        self.not_applied: bool | Tensor = False  # of the last update; a tensor () where only the device knows yet
         self.counters = Counters()
         self.lr = learning_rate.at(0)
         self._late: LateOutcome | None = None  # of the last step, where outcomes are late
@@ -112,8 +138,8 @@ class Stepper:
         the gradients of the others.
         """
         assert progress.backwards_done == progress.batches.num_micro_batches, "apply() before the last micro-batch"
-        progress.optimizer_indices = self.update.optimizer_indices if optimizers is None else optimizers
-        progress.micro = None  # `progress` lives until the outcome is known, and must not keep the batch in memory
+        indices = self.update.optimizer_indices if optimizers is None else optimizers
+        progress.release_data()  # `progress` lives until the outcome is known
         self.context.runtime.heartbeat.beat("update")
 
         # With `exact`, random numbers drawn from here on must not depend on this rank's last forward.
@@ -133,9 +159,9 @@ class Stepper:
         # The norm of all norms is the norm of the whole gradient, shape (). The sum is not divided by its weight yet.
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.outcomes_are_late:
-            return self._apply_late(progress, reduced, norm)
+            return self._apply_late(progress, reduced, norm, indices)
 
-        return self._apply_now(progress, reduced, norm)
+        return self._apply_now(progress, reduced, norm, indices)
 
     def choose_kernels(self) -> None:
         """Follow hooks that were set on optimizers' steps since the set-up. Call it before the first step."""
@@ -179,49 +205,51 @@ class Stepper:
         # In place, because the user reads `p.grad` until the next pass.
         self.update.multiply(reduced.parameters, to_mean)
         result = self.outcome_handler.handle_measured(outcome)
-        self._interval.skipped += result.skip_reason is not None
+        if result.skip_reason:
+            self._interval.note_skip()
+
         return result
 
-    def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult:
-        """Wait for the control word and the norm, then apply the step or skip it."""
+    def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]) -> StepResult:
+        """Wait for the control word and the norm, then apply the step to these optimizers, or do not."""
         word, weight = self._wait_for_word(reduced)
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
 
         # All ranks have the same numbers here, so they agree without another collective.
         outcome = Outcome(progress, reduced, self.outcome_handler.spikes.limit(), word, grad_norm)
         self.outcome_handler.check(outcome)
-        progress.skipped = not outcome.applied
+        self.not_applied = not outcome.applied
         if outcome.applied:
-            self.update.step(reduced.parameters, factor, progress.update_count, progress.optimizer_indices)
-            self._count_update(progress)
+            self.update.step(reduced.parameters, factor, progress.pass_count, indices)
+            self._count_applied(progress, indices)
 
         return self._conclude(outcome)
 
-    def _apply_late(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult | None:
-        """Let the device decide whether the fused optimizers skip. Return the result of the previous step.
+    def _apply_late(
+        self, progress: StepProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]
+    ) -> StepResult | None:
+        """Let the device decide whether the fused optimizers step. Return the result of the previous step.
 
         The host queues the update of this step, reads the outcome of the previous one, and queues the copy of this
         step's numbers, which become the late outcome.
         """
-        # Queue the update. With weight 0 the norm is 0 x inf = nan, so the device skips.
+        # Queue the update. With weight 0 the norm is 0 x inf = nan, so the device does not apply it.
         weight = reduced.codec.weight(reduced.packed_word)
         grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
         loss_limit = self.outcome_handler.spikes.limit()
-        progress.skipped = skip = skip_on_device(reduced, grad_norm, weight, loss_limit)
+        self.not_applied = not_applied = not_applied_on_device(reduced, grad_norm, weight, loss_limit)
 
-        # `factor` and `skip` are tensors of shape (): the host only launches kernels, and knows neither value.
-        self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
-        self._count_update(progress)  # optimistic: `read_late_outcome` takes it back if the device skipped
+        # `factor` and `not_applied` are tensors of shape (): the host only launches kernels, and knows neither value.
+        self.update.step_on_device(factor, not_applied, progress.pass_count, indices)
+
+        # The next rate depends on this count. Most steps are applied; `read_late_outcome` takes it back otherwise.
+        self._count_applied(progress, indices)
 
         # Read the previous outcome: only now, while the device is busy with this step.
         previous = self.read_late_outcome()
 
-        # Queue the copy of the numbers, behind the kernels of this step. The event tells when they have arrived.
-        row = torch.cat([grad_norm.reshape(1), reduced.packed_word.double()]).to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._late = LateOutcome(progress, reduced, loss_limit, row, arrived)
+        self._late = LateOutcome.queue_copy(progress, reduced, indices, loss_limit, not_applied, grad_norm)
         return previous
 
     @property
@@ -235,14 +263,9 @@ class Stepper:
         if late is None:
             return None
 
-        late.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
-        grad_norm, *values = late.row.tolist()
-        word = late.reduced.codec.unpack(values)
-
-        # Judge by the limit of that step, not by the current one.
-        outcome = Outcome(late.progress, late.reduced, late.loss_limit, word, grad_norm)
+        outcome = late.read()
         if not outcome.applied:
-            self._uncount_update(late.progress)
+            self._uncount_applied(late.progress, late.optimizer_indices)
 
         # The device has decided about the update long ago: this can only end the run.
         self.outcome_handler.check(outcome)
@@ -256,23 +279,25 @@ class Stepper:
         word = reduced.codec.unpack(reduced.packed_word.tolist())
         return word, word.weight or math.nan
 
-    def _count_update(self, progress: StepProgress) -> None:
-        """Count the update, for the schedule and for the schedulers of the optimizers that were stepped."""
+    def _count_applied(self, progress: StepProgress, indices: Sequence[int]) -> None:
+        """Count an applied update, for the schedule and for the schedulers of the optimizers that were stepped."""
         self.counters.steps_applied += progress.ends_step
-        self.learning_rate.count_step(progress.optimizer_indices)
+        self.learning_rate.count_step(indices)
 
-    def _uncount_update(self, progress: StepProgress) -> None:
-        """Take back `_count_update`: the device has skipped the update."""
+    def _uncount_applied(self, progress: StepProgress, indices: Sequence[int]) -> None:
+        """Take back `_count_applied`: the device has not applied the update."""
         self.counters.steps_applied -= progress.ends_step
-        self.learning_rate.uncount_step(progress.optimizer_indices)
+        self.learning_rate.uncount_step(indices)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
         """Count the step, also in the interval of the next log line, and react to a skip."""
         if outcome.applied:
-            self._interval.sums.add(outcome.progress.losses, outcome.progress.metrics)
+            self._interval.add_losses(outcome.progress.losses, outcome.progress.metrics)
 
         result = self.outcome_handler.handle(outcome)
-        self._interval.skipped += result.skip_reason is not None
+        if result.skip_reason:
+            self._interval.note_skip()
+
         return result
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:

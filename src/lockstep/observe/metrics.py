@@ -251,7 +251,7 @@ class MetricNames:
 class Interval:
     """The time since the last line of metrics, with the sums and counts that the next line reports, on this rank.
 
-    One object serves all lines of a run. The loop counts steps and samples in it, and the step adds its losses.
+    One object serves all lines of a run. The log counts the steps in it, and the Stepper adds their losses.
 
     On a GPU the outcome of the last step may be late (`engine/requests.py`): a line then lacks the losses of that
     step, which the next line has instead.
@@ -263,16 +263,41 @@ class Interval:
         self._begin(time.perf_counter())
 
     def _begin(self, now: float, late_steps: int = 0) -> None:
-        """Begin to count anew. `late_steps` of the interval before will add their losses to this one's sums."""
-        self._began = now  # `exclude` moves it on
-        self._steps_from_before = late_steps
+        """Begin to count anew. `late_steps` of the previous interval will add their losses to this one's sums."""
+        self._began = now  # `exclude` makes it later
+        self._late_steps_before = late_steps
         self._weight_before_resume = 0.0
 
         self.steps = 0
         self.samples = 0  # samples of all ranks
-        self.skipped = 0  # skipped steps
+        self.has_skips = False
         self.micro_batches = 0  # micro-batches of this rank
         self.data_wait_s = 0.0
+
+    # ---- what is counted ----
+
+    def add_step(self, samples: int, waits_s: Sequence[float]) -> None:
+        """Count a step, with the samples of all ranks, and how long this rank has waited for each micro-batch."""
+        self.steps += 1
+        self.samples += samples
+        self.micro_batches += len(waits_s)
+        self.data_wait_s += sum(waits_s)
+
+    def add_losses(self, losses: list[tuple[Number, Weight]], metrics: list[Term]) -> None:
+        """Add the losses and metrics of an applied step."""
+        self.sums.add(losses, metrics)
+
+    def add_metric(self, name: str, total: Number, weight: Weight) -> None:
+        """Add to a metric that the user's code logs."""
+        # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
+        self.metric_names.see([name])
+        self.sums.add([], [(name, total, weight)])
+
+    def note_skip(self) -> None:
+        """Note that a step was skipped."""
+        self.has_skips = True
+
+    # ---- the time ----
 
     def restart(self) -> None:
         """Drop all sums and counts: a rewind undoes the steps that they come from."""
@@ -297,9 +322,10 @@ class Interval:
         now = time.perf_counter()
         ended = EndedInterval(
             steps=self.steps,
-            steps_in_sums=self._steps_from_before + self.steps - late_steps,
+            # The losses of late steps come one interval later.
+            steps_in_sums=self._late_steps_before + self.steps - late_steps,
             samples=self.samples,
-            skipped=self.skipped,
+            has_skips=self.has_skips,
             seconds=now - self._began,
             data_wait_s=self.data_wait_s,
             weight_before_resume=self._weight_before_resume,
@@ -337,10 +363,11 @@ class EndedInterval:
     steps: int
     steps_in_sums: int  # the steps whose losses the line has: one more or less than `steps` if an outcome was late
     samples: int
-    skipped: int
+    has_skips: bool
     seconds: float
     data_wait_s: float
-    weight_before_resume: float = 0.0  # a part of the loss's weight that took none of these seconds
+    # The loss's weight includes that of the steps before a resume, which took none of these seconds.
+    weight_before_resume: float = 0.0
 
     @property
     def step_s(self) -> float:

@@ -273,7 +273,7 @@ def _metrics_line(names: list[str], sums: list[float], ended: EndedInterval, kno
 
     # With no weight, the loss is NaN if steps were skipped, so that the skip is visible. Otherwise it is None: all
     # steps had weight 0, or none is known yet (a GPU's results come a step late).
-    loss = means.pop("loss", math.nan if ended.skipped else None)
+    loss = means.pop("loss", math.nan if ended.has_skips else None)
 
     # The sums may have one step more or less than the interval, so the weight is divided by the time of their steps.
     seconds = ended.steps_in_sums * ended.step_s

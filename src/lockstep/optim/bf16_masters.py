@@ -64,13 +64,13 @@ class MasterWeights:
         self,
         optimizer: torch.optim.Optimizer,
         divisor: Tensor | None,
-        update_count: int,
+        pass_count: int,
         step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
     ) -> None:
         """Update the parameters of one optimizer, a few at a time.
 
         divisor: shape (); gradients are divided by it, unless it is None
-        update_count: seeds the random bits, so that no two updates draw the same
+        pass_count: seeds the random bits, so that no two updates draw the same
         step: steps the optimizer; it may put other tensors into its groups
         """
         if not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
@@ -87,7 +87,7 @@ class MasterWeights:
                 step(optimizer)
 
             for master in masters:
-                self._round_back(optimizer, master, update_count)
+                self._round_back(optimizer, master, pass_count)
 
     def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
         """Return a float32 master with the same placement. Frozen parameters are returned as they are."""
@@ -164,7 +164,7 @@ class MasterWeights:
 
         master.grad = dtensor_like(wide, gradient)
 
-    def _round_back(self, optimizer: torch.optim.Optimizer, master: Tensor, update_count: int) -> None:
+    def _round_back(self, optimizer: torch.optim.Optimizer, master: Tensor, pass_count: int) -> None:
         """Round an updated master into its bfloat16 parameter, and free temporary memory."""
         parameter = self._parameters[id(master)]
         wide = to_local(master)
@@ -172,7 +172,7 @@ class MasterWeights:
 
         # `copy_` rounds to the nearest bfloat16.
         if self.rounding == "stochastic":
-            key = rounding_key(self.seed, update_count, self.names[id(parameter)])
+            key = rounding_key(self.seed, pass_count, self.names[id(parameter)])
             shard.copy_(round_stochastically(wide, element_indices(parameter, wide.device), key))
         else:
             shard.copy_(wide)

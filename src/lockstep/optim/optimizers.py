@@ -106,11 +106,11 @@ class Update:
         ratio = self._clip.norm / (norm + TINY)
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
-    def step(self, parameters: list[nn.Parameter], factor: float, update_count: int, indices: Sequence[int]) -> None:
+    def step(self, parameters: list[nn.Parameter], factor: float, pass_count: int, indices: Sequence[int]) -> None:
         """Apply a step that the host accepted.
 
-        `update_count` counts the updates of the run, including skipped ones. `indices` holds the indices of the
-        optimizers to step.
+        `pass_count` counts the passes of the run, of which each has an update or a skip. `indices` holds the indices of
+        the optimizers to step.
         """
         self.wait_for_copy()
         if self._optimizers.step_hooks_changed:
@@ -118,7 +118,7 @@ class Update:
 
         if self._fused:
             # The optimizers divide, hence the inverse.
-            self._optimizers.step(update_count, indices, self._divisor.fill_(1.0 / factor))
+            self._optimizers.step(pass_count, indices, self._divisor.fill_(1.0 / factor))
             return
 
         # A pipeline stage may have no trainable parameters.
@@ -127,10 +127,10 @@ class Update:
             if self._clips_elements:
                 clip_elements_([p.detach() for p in parameters], grads, self._clip, self._norms)
 
-        self._optimizers.step(update_count, indices)
+        self._optimizers.step(pass_count, indices)
 
-    def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
-        """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
+    def step_on_device(self, factor: Tensor, not_applied: Tensor, pass_count: int, indices: Sequence[int]) -> None:
+        """Apply the step unless `not_applied` is true on the device. The other arguments are as in `step`."""
         self.wait_for_copy()
         if self._optimizers.step_hooks_changed:
             self.choose_kernels()
@@ -142,7 +142,7 @@ class Update:
                     cause="hook",
                 )
 
-        self._optimizers.step(update_count, indices, (1.0 / factor).float(), skip.float())
+        self._optimizers.step(pass_count, indices, (1.0 / factor).float(), not_applied.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
         """Multiply the gradients in place by a factor, and return them. A factor of 0 makes every number 0."""
@@ -307,14 +307,14 @@ class Optimizers:
 
     def step(
         self,
-        update_count: int,
+        pass_count: int,
         indices: Sequence[int],
         divisor: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
         """Step the optimizers with the indices `indices`.
 
-        `update_count` counts the updates of the run, including skipped ones; it seeds stochastic rounding.
+        `pass_count` counts the passes of the run, of which each has an update or a skip; it seeds stochastic rounding.
         `divisor` and `skip` have shape (); if `skip` is not 0, nothing changes.
         """
         stepped = [self.all[i] for i in indices]
@@ -326,7 +326,7 @@ class Optimizers:
                 optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
                 if self.masters:
-                    self.masters.step_optimizer(optimizer, divisor, update_count, self._step_one)
+                    self.masters.step_optimizer(optimizer, divisor, pass_count, self._step_one)
                 elif self._several_meshes and id(optimizer) not in self._stand_ins:
                     parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
                     with restricted_to(optimizer, parts):

@@ -1,8 +1,8 @@
 """Learning-rate schedules: the rate of a step is a pure function of its number.
 
-There is no scheduler object, so there is no state to save; `schedulers/` handles the user's schedulers. A new
-schedule is one function and one entry in SCHEDULES. This module does not import torch, so that a launcher can check the
-name of a schedule quickly.
+So a schedule has no state to save; the user's schedulers, which have one, are in schedulers/. A new schedule is one
+function and one entry in SCHEDULES. This module does not import torch, so that a launcher can check the name of a
+schedule quickly.
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ class LearningRate:
 
     A rate that a user's code sets directly would be overwritten in the next step. A rate that is a tensor on the device
     is compared by its identity and version, so that the host does not wait for its value.
+
+    A schedule of the settings needs to know no more than the number of applied steps. The user's schedulers also follow
+    the steps of each optimizer and the evaluations; the methods for these do nothing here.
     """
 
     advice = (

@@ -36,12 +36,12 @@ class WeightAverage:
         }
 
     @torch.no_grad()
-    def update(self, skipped: bool | Tensor = False) -> None:
-        """Move every average towards its parameter, unless the step was skipped. Call it once per step.
+    def update(self, not_applied: bool | Tensor = False) -> None:
+        """Move every average towards its parameter, unless the step was not applied. Call it once per step.
 
-        On a GPU the host may not know yet: `skipped` is then a tensor () on the device, and the host does not wait.
+        On a GPU the host may not know yet: `not_applied` is then a tensor () on the device, and the host does not wait.
         """
-        if skipped is True:
+        if not_applied is True:
             return
 
         # By dtype, because a factor on the device must have the dtype of the tensors that it multiplies.
@@ -53,20 +53,20 @@ class WeightAverage:
 
         # Not `lerp`: it may use a fused multiply-add for some elements and not for others, depending on their place.
         for dtype, (averages, weights) in by_dtype.items():
-            kept, added = self._factors(skipped, dtype)
+            kept, added = self._factors(not_applied, dtype)
             torch._foreach_mul_(averages, kept)
             torch._foreach_add_(averages, torch._foreach_mul(weights, added))
 
-    def _factors(self, skipped: bool | Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Return the factors of the averages and of the weights: 1 and 0 if the device has skipped the step."""
-        if not isinstance(skipped, Tensor):
+    def _factors(self, not_applied: bool | Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Return the factors of the averages and of the weights: 1 and 0 if the device has not applied the step."""
+        if not isinstance(not_applied, Tensor):
             return self.decay, 1 - self.decay
 
         # Rounded to `dtype` as a number of Python is in the multiplication, so that the bits are the same.
-        kept, added = (skipped.new_full((), factor, dtype=dtype) for factor in (self.decay, 1 - self.decay))
+        kept, added = (not_applied.new_full((), factor, dtype=dtype) for factor in (self.decay, 1 - self.decay))
 
         # Not `torch.where`, which copies a number to the device: the host would wait.
-        return kept.masked_fill_(skipped, 1.0), added.masked_fill_(skipped, 0.0)
+        return kept.masked_fill_(not_applied, 1.0), added.masked_fill_(not_applied, 0.0)
 
     @torch.no_grad()
     def restart(self, names: Collection[str]) -> None:

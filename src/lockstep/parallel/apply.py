@@ -29,7 +29,7 @@ from lockstep.parallel.exact.reducers import OrderedReducer
 from lockstep.parallel.fsdp.driver import check_offload, check_scalars
 from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
-from lockstep.parallel.micro_batches import MicroBatchDriver, SingleDriver
+from lockstep.parallel.micro_batches import MicroBatchDriver, SingleDriver, runs_whole_model
 from lockstep.parallel.parameter_hooks.hooks import check_hooks, take_hooks
 from lockstep.parallel.tensor.driver import shard_layers
 from lockstep.precision import Precision, cast_parameters_
@@ -101,7 +101,7 @@ def parallelize(
     check_hooks(hooks, model, runtime)
 
     # A pipeline has compiled its stages.
-    if isinstance(driver, MicroBatchDriver):
+    if runs_whole_model(driver):
         _compile_or_capture(driver, setup)
 
     return driver
@@ -124,7 +124,8 @@ def _compile_or_capture(driver: MicroBatchDriver, setup: DriverSetup) -> None:
         # It captures when it has decided: a CUDA graph records the compiled kernels.
         pays = only_if_it_pays(config, setup.precision)
         low_precision = runtime.on_gpu or setup.precision.loses_bits
-        driver.parts.add(Compiler(driver, config, setup.log_event, pays, low_precision, cudnn_pause))
+        driver.compiler = Compiler(driver, config, setup.log_event, pays, low_precision, cudnn_pause)
+        driver.parts.add(driver.compiler)
     else:
         capture_calls(driver.model, config, runtime, setup.log_event)
 

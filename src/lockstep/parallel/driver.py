@@ -2,7 +2,7 @@
 
 A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s. Code
 that calls the model itself needs one of those: custom loops, `AMPTrainer`, the hook `show`, the checks of the start and
-of metrics' names. They ask `RankRole.runs_whole_model`, or the class.
+of metrics' names. They ask `runs_whole_model`, beside that class.
 
     SingleDriver        micro_batches.py      one process
     DDPDriver           ddp/driver.py         replicas, reduced in buckets while the backward runs

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from lockstep.parallel.step_parts import StepPart, StepParts
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.task import Loss, MicroBatch, StepBatches
 
+if TYPE_CHECKING:
+    from lockstep.parallel.compiled.compiler import Compiler
+
 
 class ExactReducer(StepPart, ABC):
     """Adds up the gradients of a step in one fixed order, for exact mode (exact/)."""
@@ -38,7 +41,7 @@ class ExactReducer(StepPart, ABC):
     slot = "reduce"
 
     @abstractmethod
-    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         """Replace `MicroBatchDriver.finish_reduction` in exact mode."""
 
     @abstractmethod
@@ -77,6 +80,7 @@ class MicroBatchDriver(Driver):
     """
 
     to_sum = 1.0  # see `Reduced`
+    compiler: Compiler | None = None  # the part that compiles the model, if there is one
 
     def __init__(
         self,
@@ -172,6 +176,10 @@ class MicroBatchDriver(Driver):
 
             reduced = self.finish_micro_batch(loss, progress)  # outside autocast, as torch recommends
 
+            # None of these may stay in memory while the next micro-batch is read.
+            del micro, loss
+            progress.release_data()
+
         assert reduced is not None, "a step without its last micro-batch"
         return reduced
 
@@ -194,11 +202,11 @@ class MicroBatchDriver(Driver):
 
     def finish_micro_batch(self, loss: Loss, progress: StepProgress) -> Reduced | None:
         """Record the loss and backpropagate its sum. The last micro-batch of a step reduces; the others return None."""
-        grad_output = progress.record(loss)
+        grad_output = progress.begin_backward(loss)
         for part in self.parts:
             part.before_backward(loss, progress)
 
-        # After `record`, because the control word carries the weights of all micro-batches.
+        # After the loss is recorded, because the control word carries the weights of all micro-batches.
         control_word = None
         if progress.is_last_micro_batch:
             for part in self.parts:
@@ -216,13 +224,13 @@ class MicroBatchDriver(Driver):
             for part in self.parts:
                 part.end_pass(progress)
 
-        progress.backwards_done += 1
+        progress.end_backward()
         return reduced
 
     def _make_reduced(self, control_word: ControlWord) -> Reduced:
         """Finish the reduction of a step, and return its gradients with their norms and the summed control word."""
         if self.exact_reducer:
-            packed, norms = self.exact_reducer.finish_reduction(control_word, self.codec)
+            packed, norms = self.exact_reducer.finish_reduction(control_word)
         else:
             packed, norms = self.finish_reduction(control_word)
 
@@ -249,6 +257,11 @@ class MicroBatchDriver(Driver):
 
         Return the summed control word [LENGTH], and the norm of each gradient that this step has.
         """
+
+
+def runs_whole_model(driver: Driver) -> TypeGuard[MicroBatchDriver]:
+    """Return whether this rank can call the model by itself: always, except in a pipeline."""
+    return driver.role.runs_whole_model
 
 
 class SingleDriver(MicroBatchDriver):

@@ -7,7 +7,6 @@ A driver executes the model on each micro-batch. Everything else about the step 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -63,10 +62,9 @@ class StepProgress:
         self.pass_index = pass_index
         self.passes = passes  # number of passes of the step
 
-        self.optimizer_indices: Sequence[int] = ()  # indices of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the current one
-        self.row_offset: int | None = None  # where this rank's rows begin in its last `run.all_gather`
         self.backwards_done = 0
+        self.in_backward = False  # a backward has begun and has not ended: it runs, or it has raised
 
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
         # metrics are detached from the graph, and those on a GPU stay there.
@@ -74,9 +72,10 @@ class StepProgress:
         self.losses: list[tuple[Number, Weight]] = []
         self.metrics: list[Term] = []
 
-        self.skipped: bool | Tensor = False  # whether the update was skipped; a tensor () where only the GPU knows yet
+        # These return the context managers for forward and loss, and for the backward.
+        self.autocast = context.precision.autocast
+        self.no_autocast = context.precision.no_autocast
 
-        self.autocast = context.precision.autocast  # returns the context manager for forward and loss
         self._context = context
         self._weight: float | Tensor = 0.0
         self._loss: float | Tensor = 0.0
@@ -87,8 +86,8 @@ class StepProgress:
         return self.pass_index + 1 == self.passes
 
     @property
-    def update_count(self) -> int:
-        """The number of updates so far in the run, including this pass and skipped updates."""
+    def pass_count(self) -> int:
+        """The number of passes so far in the run, including this one: each has its own update, or a skip."""
         return self.step * self.passes + self.pass_index + 1
 
     @property
@@ -105,12 +104,33 @@ class StepProgress:
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Begin a micro-batch. Its random numbers depend on (seed, step, micro-batch), never on the rank."""
         self.micro = micro
-        self.row_offset = None
         self._context.runtime.heartbeat.beat("compute", self.step)
 
         # The first stage of a pipeline draws the same numbers as a single process would.
         keys = (micro.index, stage) if stage else (micro.index,)
         self.seed("model", *keys)
+
+    def begin_backward(self, loss: Loss) -> float:
+        """Record the loss of the only micro-batch in flight, and return the `grad_output` for its backward."""
+        if self.in_backward:
+            raise backward_failed(self.step)
+
+        grad_output = self.record(loss)
+        self.in_backward = True
+        return grad_output
+
+    def end_backward(self) -> None:
+        """End the backward of a micro-batch. After the last one, the gradients are reduced."""
+        self.in_backward = False
+        self.backwards_done += 1
+
+    def end_all_backwards(self) -> None:
+        """End the backwards of a pipeline, which has all micro-batches in flight."""
+        self.backwards_done = self.batches.num_micro_batches
+
+    def release_data(self) -> None:
+        """Drop the data of the current micro-batch, which nothing needs any more."""
+        self.micro = None
 
     def record(self, loss: Loss) -> float:
         """Record the loss and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
@@ -201,10 +221,13 @@ class StepProgress:
 
         # Losses on a GPU are only collected in a list: adding them would launch one more kernel per micro-batch.
         total = loss.total.detach() if loss.total.is_cuda else loss.total.item()
+
+        # First what may raise: a loss is recorded as a whole, or not at all.
+        terms = [*metric_terms(loss)] if loss.metrics else None
         self.micro_batches.append(MicroBatch(None, micro.index, micro.num_samples, micro.epoch, micro.ids))
         self.losses.append((total, weight))
-        if loss.metrics:
-            self.metrics += metric_terms(loss)
+        if terms:
+            self.metrics += terms
 
         # The control word needs these sums.
         self._weight = self._weight + self._as_float64(weight, WEIGHT_GRID)
@@ -216,6 +239,16 @@ class StepProgress:
         on_gpu = isinstance(value, Tensor) and value.is_cuda
         number = value.double() if on_gpu else float(value)
         return on_grid(number, grid) if self._context.config.exact else number
+
+
+def backward_failed(step: int) -> UserError:
+    """Return the error for a pass that goes on after one of its backwards has raised."""
+    return UserError(
+        f"a backward of step {step + 1} has raised, and the step cannot go on",
+        "the loss is counted, and its gradients may be added in part, so that a second backward would count it twice",
+        "let the error end the run, which resumes from its last checkpoint; if memory was short, set a smaller "
+        "micro_batch, or micro_batch=auto",
+    )
 
 
 # ---- what a loss may be ----

@@ -26,7 +26,7 @@ class Plan:
     data_size: int  # data-parallel ranks, as in `RankRole`
     global_batch: int
     micro_batch: int
-    num_micro_batches: int  # the micro-batches of one full global step
+    global_num_micro_batches: int  # the micro-batches of one full global step, on all ranks
     accumulation: int  # the most micro-batches that a rank runs in a step
     steps: int
     steps_per_epoch: int | None  # None: a stream, whose length is not known
@@ -39,7 +39,7 @@ class Plan:
 
     def as_record(self) -> dict[str, Any]:
         """Return the plan as files hold it, under the keys of the file format."""
-        names = {"data_size": "world", "num_micro_batches": "micro_batches"}
+        names = {"data_size": "world", "global_num_micro_batches": "micro_batches"}
         return {names.get(key, key): value for key, value in asdict(self).items()}
 
     def epochs_after(self, steps_done: int) -> float | None:
@@ -87,9 +87,9 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
         micro_batch = _largest_divisor(share, largest) if samples is None else largest
         reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
 
-    num_micro_batches = math.ceil(global_batch / micro_batch)
-    accumulation = math.ceil(num_micro_batches / data_size)
-    reasons["accumulation"] = f"{num_micro_batches} micro-batches on {_ranks(config, data_size)}"
+    global_num_micro_batches = math.ceil(global_batch / micro_batch)
+    accumulation = math.ceil(global_num_micro_batches / data_size)
+    reasons["accumulation"] = f"{global_num_micro_batches} micro-batches on {_ranks(config, data_size)}"
 
     if config.ddp.static_graph and data_size > 1 and accumulation > 1:
         raise UserError(
@@ -102,7 +102,7 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
     per_epoch = None if samples is None else _steps_per_epoch(config, global_batch, samples)
     steps, reasons["steps"] = _steps(config, per_epoch)
     return Plan(
-        data_size, global_batch, micro_batch, num_micro_batches, accumulation, steps, per_epoch, samples, reasons
+        data_size, global_batch, micro_batch, global_num_micro_batches, accumulation, steps, per_epoch, samples, reasons
     )
 
 

@@ -4,34 +4,73 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import lockstep
+from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.run import Run
 from lockstep.errors import UserError
 from lockstep.start_check.data import take_and_compare
-from lockstep.task import BatchSource, MicroBatch, StepBatches
+from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, Task
 
 
 def test_a_source_that_gives_another_number_of_micro_batches_than_it_announced_is_named() -> None:
     run: Any = SimpleNamespace(
         runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace(waits=True)),
         steps_done=0,
-        log=SimpleNamespace(interval=SimpleNamespace(data_wait_s=0.0, micro_batches=0)),
+        gathering=RowGathering(),
+        _waits_s=[],
         driver=SimpleNamespace(parts=[]),
     )
     batches: Any = ["first", "second"]
-    assert list(Run._feed(run, batches, 2)) == batches
+    assert list(Run._wait_for_each(run, batches, 2)) == batches
     with pytest.raises(UserError, match="announced 3 micro-batches and gave 2"):
-        list(Run._feed(run, batches, 3))
+        list(Run._wait_for_each(run, batches, 3))
     with pytest.raises(UserError, match="announced 1 micro-batch and gave more"):
-        list(Run._feed(run, batches, 1))
+        list(Run._wait_for_each(run, batches, 1))
     # Without a micro-batch there is nothing to reduce.
     with pytest.raises(UserError, match="announced 0 micro-batches for step 1; every rank needs at least one"):
-        list(Run._feed(run, [], 0))
+        list(Run._wait_for_each(run, [], 0))
+
+
+class Watched(Task):
+    """Counts the micro-batches that are in memory when the next one is read."""
+
+    def __init__(self) -> None:
+        self.read: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def data(self) -> Any:
+        return TensorDataset(torch.ones(24, 1))
+
+    def collate(self, samples: list[Any]) -> torch.Tensor:
+        self.alive.append(sum(tensor() is not None for tensor in self.read))
+        batch = torch.stack([x for (x,) in samples])
+        self.read.append(weakref.ref(batch))
+        return batch
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        return Loss(model(batch).sum(), len(batch))
+
+
+def test_no_micro_batch_outlives_its_backward(tmp_path: Path) -> None:
+    task = Watched()
+    settings = {"checks.loss": "off", "log": {"progress": "off"}, "compile": False}
+    lockstep.fit(task, run_dir=tmp_path, global_batch=12, micro_batch=4, steps=2, **settings)
+    assert task.alive == [0] * 6
 
 
 class Counted(BatchSource):

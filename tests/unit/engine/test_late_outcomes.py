@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import data as data_setup
 from lockstep.engine.setup import open_run
-from lockstep.engine.step import Stepper
+from lockstep.engine.step import LateOutcome, Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
+from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepResult, Task
 
@@ -414,6 +416,19 @@ def test_updates_that_cannot_skip_on_the_device_are_not_late(
     assert_same_run(cpu, late)
     assert late.results.keys() == cpu.results.keys()
     assert "host waits for an event" not in fake.calls
+
+
+def test_a_late_outcome_is_what_the_device_has_decided() -> None:
+    """It is read, not computed again: these numbers would be applied."""
+    codec = ControlWordCodec(torch.device("cpu"), torch.float64)
+    packed = codec.pack(ControlWord(weight=4.0, loss=2.0))
+    reduced: Any = SimpleNamespace(codec=codec, packed_word=packed)
+    progress: Any = None
+    arrived: Any = SimpleNamespace(synchronize=lambda: None)
+    for not_applied in (0.0, 1.0):
+        row = torch.cat([torch.tensor([not_applied, 3.0], dtype=torch.float64), packed])
+        outcome = LateOutcome(progress, reduced, (0,), math.inf, row, arrived).read()
+        assert (outcome.applied, outcome.grad_norm, outcome.mean_loss) == (not not_applied, 3.0, 0.5)
 
 
 # ---- custom loops ----

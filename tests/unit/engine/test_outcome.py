@@ -12,7 +12,7 @@ import torch
 
 import lockstep
 from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
-from lockstep.engine.outcome import Outcome, OutcomeHandler, skip_on_device
+from lockstep.engine.outcome import Outcome, OutcomeHandler, not_applied_on_device
 from lockstep.errors import OutOfStep, UserError
 from lockstep.parallel import progress
 from lockstep.parallel.progress import StepContext
@@ -28,7 +28,8 @@ def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: S
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS), ranks_that_report=ranks_that_report)
     word = word or SummedWord(weight=4.0, steps=summed)
     progress: Any = SimpleNamespace(step=step)
-    outcome = Outcome(progress, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
+    reduced: Any = None
+    outcome = Outcome(progress, reduced, math.inf, word, grad_norm=1.0)
     handler = OutcomeHandler(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4))
     handler.check(outcome)
     return handler.handle(outcome)
@@ -67,7 +68,7 @@ def outcome_of(word: SummedWord, grad_norm: float) -> Outcome:
     names = ["weight"]
     reduced: Any = SimpleNamespace(norms=torch.tensor([grad_norm]), names=names)
     progress: Any = SimpleNamespace(step=0, micro_batches=[], losses=[], batches=SimpleNamespace(span=None))
-    return Outcome(progress, reduced, loss_limit=math.inf, word=word, grad_norm=grad_norm)
+    return Outcome(progress, reduced, math.inf, word, grad_norm)
 
 
 @pytest.fixture
@@ -169,10 +170,11 @@ def test_the_device_decides_as_the_host_does(weight: float, norm: float, limit: 
     on_device = codec.weight(packed)
     grad_norm = torch.tensor(norm) * (1.0 / on_device)
     reduced: Any = SimpleNamespace(codec=codec, packed_word=packed)
-    outcome = Outcome(Any, reduced, limit, codec.unpack(packed.tolist()), float(grad_norm))  # type: ignore[arg-type]
+    progress: Any = None
+    applied = Outcome(progress, reduced, limit, codec.unpack(packed.tolist()), float(grad_norm)).applied
 
-    assert outcome.applied == (weight > 0 and math.isfinite(norm) and 3.0 / weight <= limit)
-    assert outcome.applied != bool(skip_on_device(reduced, grad_norm, on_device, limit))
+    assert applied == (weight > 0 and math.isfinite(norm) and 3.0 / weight <= limit)
+    assert applied != bool(not_applied_on_device(reduced, grad_norm, on_device, limit))
 
 
 def test_a_result_carries_every_flag() -> None:

@@ -18,7 +18,7 @@ from lockstep.observe.sinks import read_jsonl
 from lockstep.recipes.char_lm import CharLM
 from lockstep.task import Loss
 
-ONE = EndedInterval(steps=1, steps_in_sums=1, samples=4, skipped=0, seconds=1.0, data_wait_s=0.0)
+ONE = EndedInterval(steps=1, steps_in_sums=1, samples=4, has_skips=False, seconds=1.0, data_wait_s=0.0)
 
 
 def test_what_nothing_was_counted_for_is_left_out():
@@ -31,7 +31,7 @@ def test_what_nothing_was_counted_for_is_left_out():
 
 def test_no_outcome_yet_is_not_a_loss_of_nan():
     assert _metrics_line(["loss"], [0.0, 0.0], ONE, {"skipped": 7})["loss"] is None
-    assert math.isnan(_metrics_line(["loss"], [0.0, 0.0], replace(ONE, skipped=2), {"skipped": 9})["loss"])
+    assert math.isnan(_metrics_line(["loss"], [0.0, 0.0], replace(ONE, has_skips=True), {"skipped": 9})["loss"])
     assert math.isnan(_metrics_line(["loss"], [math.nan, 4.0], ONE, {})["loss"])
 
 

@@ -107,7 +107,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
     return SimpleNamespace(
         config=config,
         runtime=runtime,
-        driver=SimpleNamespace(model=model, role=RankRole(), parts=[]),
+        driver=SimpleNamespace(model=model, role=RankRole(), compiler=None),
         trained_model=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
         run=run,
     )

@@ -24,7 +24,7 @@ def plan(world=1, samples=100, **values):
 )
 def test_batch_arithmetic(world, values, expected):
     made = plan(world, steps=1, **values)
-    assert (made.global_batch, made.micro_batch, made.num_micro_batches, made.accumulation) == expected
+    assert (made.global_batch, made.micro_batch, made.global_num_micro_batches, made.accumulation) == expected
     assert set(made.reasons) >= {"global_batch", "micro_batch", "accumulation", "steps"}
 
 
@@ -47,7 +47,7 @@ def test_the_banner_says_where_sizes_do_not_fit(values, said):
 @pytest.mark.parametrize("world", range(1, 9))
 @pytest.mark.parametrize("batch", range(8, 33))
 def test_a_derived_micro_batch_leaves_no_rank_idle(world, batch):
-    assert plan(world, steps=1, global_batch=batch).num_micro_batches >= world
+    assert plan(world, steps=1, global_batch=batch).global_num_micro_batches >= world
 
 
 def test_epochs_become_steps():

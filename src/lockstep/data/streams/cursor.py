@@ -48,7 +48,7 @@ class Cursor:
     A sample of a file passes through the functions `Shards.before`, which may drop it. Without a packer that is all. A
     packer joins samples into rows, and these pass through `Shards.after`.
 
-    After each `take`, `state` is the position behind the samples that were taken, as plain values and tensors. The
+    After each `take`, `state` is the position after the samples that were taken, as plain values and tensors. The
     sample after them may already be read, to know whether there is one.
     """
 

@@ -79,7 +79,7 @@ class EpochSource(DatasetSource):
         self._last = last = micro_batches[-1] if micro_batches else self._last or self._find_padding()
 
         options = self.options
-        count = options.num_micro_batches
+        count = options.global_num_micro_batches
         padding = padding_count(count, len(micro_batches), options.data_world, options.collective_forwards)
         micro_batches += [self._as_padding(last) for _ in range(padding)]
         return StepBatches(len(micro_batches), micro_batches, samples, exhausted=self._ended)

@@ -78,7 +78,7 @@ class ResumableStreamSource(EpochSource):
         super().__init__(collate, options)
         self.banner = self._make_banner()
 
-        # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
+        # By shard: the position after the last step that has ended. Empty at the beginning of an epoch.
         self._states: dict[int, State] = {}
         self._states_taken: dict[int, State] = {}  # behind the step that was taken
         self._reads: Iterator[_StepRead | None] | None = None
@@ -290,7 +290,7 @@ def _refuse_repeated_streams(shards: Shards) -> None:
 
 def local_micro_batches(options: SourceOptions) -> range:
     """Return the indices of this rank's micro-batches in a global step."""
-    return rank_share(options.num_micro_batches, options.data_world, options.in_turn)
+    return rank_share(options.global_num_micro_batches, options.data_world, options.in_turn)
 
 
 def places_of(index: int, options: SourceOptions) -> range:
@@ -416,7 +416,7 @@ class _StepReader(IterableDataset):
     def _first_sample(self, samples: dict[int, list[Any]]) -> Any:
         """Return the first sample of a single shard, for ranks to compare, or None if there is no need."""
         world = self.options.data_world
-        all_read_it = self.shards.shards == 1 and self.options.num_micro_batches >= world.size
+        all_read_it = self.shards.shards == 1 and self.options.global_num_micro_batches >= world.size
         if world.alone or not all_read_it or not samples.get(0):
             return None
         return comparable_copy(samples[0][0])

@@ -64,7 +64,7 @@ class TrainableGuard:
         self._reshard = reshard
         self.named = dict(model.named_parameters())
         self.trainable = [p.requires_grad for p in self.named.values()]
-        self.late_hooks = late_hooks
+        self._late_hooks = late_hooks
 
     def check(self) -> None:
         """Raise if a parameter was frozen or unfrozen. Called in every step."""
@@ -88,7 +88,11 @@ class TrainableGuard:
         if now:
             raise _trainable_changed(f"parameter {next(iter(now))!r} was added")
 
-        self.late_hooks.check()
+        self.check_late_hooks()
+
+    def check_late_hooks(self) -> None:
+        """Raise if a hook was set on a parameter that would never call it. Not called in every step either."""
+        self._late_hooks.check()
 
 
 def _trainable_changed(change: str) -> UserError:

@@ -105,11 +105,11 @@ def check_equal_work(model: nn.Module, plan: Plan, tail: str) -> None:
         return
 
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
-    if plan.num_micro_batches % plan.data_size or short:
+    if plan.global_num_micro_batches % plan.data_size or short:
         short_step = ", and a short last step" if short else ""
         raise UserError(
             "SyncBatchNorm needs the same number of micro-batches on every rank: its statistics would include padding",
-            f"{plan.num_micro_batches} on {plan.data_size} data-parallel ranks{short_step}",
+            f"{plan.global_num_micro_batches} on {plan.data_size} data-parallel ranks{short_step}",
             f"set tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
         )
 

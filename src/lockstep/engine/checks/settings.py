@@ -198,15 +198,15 @@ def check_epochs_countable(config: RunConfig, before: int, now: int) -> None:
 
 def check_enough_micro_batches(plan: Plan) -> None:
     """Check that a pipeline has at least two micro-batches per step: with one, all stages but one would be idle."""
-    if plan.num_micro_batches // plan.data_size >= 2:
+    if plan.global_num_micro_batches // plan.data_size >= 2:
         return
 
     # Two micro-batches for each pipeline, if the batch has that many samples.
     smaller = plan.global_batch // (2 * plan.data_size)
     fix = f"set micro_batch={smaller} or less" if smaller else "set a larger batch"
     raise UserError(
-        f"a step has {plural(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} samples "
-        f"for {plural(plan.data_size, 'pipeline')}; each (mesh.pp) needs at least two",
+        f"a step has {plural(plan.global_num_micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} "
+        f"samples for {plural(plan.data_size, 'pipeline')}; each (mesh.pp) needs at least two",
         "",
         f"{fix}: at least one for each stage is best",
     )

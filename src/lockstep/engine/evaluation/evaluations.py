@@ -88,6 +88,10 @@ class Evaluations:
         if self.early_stop.reason:
             self._requests.stop_now(self.early_stop.reason)
 
+    def time_is_over(self, seconds: float) -> bool:
+        """Return whether a run that has taken this long must stop: `stop.max_minutes`."""
+        return self.early_stop.time_is_over(seconds)
+
     def _warn_of_second(self, steps_done: int) -> None:
         """Warn once that a second evaluation of one step did not move the learning rate."""
         if self._warned_of_second:

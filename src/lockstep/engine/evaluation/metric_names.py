@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.engine.evaluation.early_stop import check_metric
 from lockstep.engine.evaluation.evaluator import EvaluationSet, evaluation_batch
 from lockstep.parallel.calls.chain import run_eagerly
-from lockstep.parallel.micro_batches import MicroBatchDriver
+from lockstep.parallel.micro_batches import runs_whole_model
 from lockstep.runtime.seeds import preserve_rng
 from lockstep.start_check.snapshot import CheckSnapshot
 
@@ -33,7 +33,7 @@ def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:
     wanted = {key: metric for key, metric in wanted.items() if metric and metric not in losses}
 
     # The ranks of a pipeline see different parts of an evaluation.
-    if not wanted or not sets or not run.driver.role.runs_whole_model:
+    if not wanted or not sets or not runs_whole_model(run.driver):
         return
 
     # Every rank has the same names in both cases, so all of them take the same branch.
@@ -65,7 +65,7 @@ def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str
     evaluator = run.trained_model.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
     driver = run.driver
-    assert isinstance(driver, MicroBatchDriver), "check_metrics leaves pipelines out"
+    assert runs_whole_model(driver), "check_metrics leaves pipelines out"
 
     try:
         with driver.many_forwards():

@@ -20,10 +20,20 @@ HEADER = 10
 
 @dataclass
 class RowGathering:
-    """Says whether `run.all_gather` has anything to gather, and notes whether it did."""
+    """Says whether `run.all_gather` has anything to gather, and notes what it has gathered."""
 
     batches_are_whole: bool = False  # in an evaluation: a batch is not split over the ranks
     used: bool = False  # a step has called `run.all_gather`
+    row_offset: int | None = None  # where this rank's rows begin in the last result of this micro-batch
+
+    def begin_micro_batch(self) -> None:
+        """Forget the offset: in another micro-batch the ranks may have other numbers of rows."""
+        self.row_offset = None
+
+    def gather(self, rows: Tensor, collectives: Collectives, padding: bool) -> Tensor:
+        """Return the rows of all ranks, and note where this rank's begin: see `gather_rows`. Collective."""
+        gathered, self.row_offset = gather_rows(rows, collectives, padding)
+        return gathered
 
     @contextmanager
     def whole_batches(self) -> Iterator[None]:

@@ -54,6 +54,10 @@ class Hooks:
         """Return the hooks of this name, in the order in which they are called."""
         return self._found[name]
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a hook of this name."""
+        return bool(self._found[name])
+
     def register(self, state: RegisteredState) -> None:
         """Save the callbacks that have state, which a resumed run must have too.
 
@@ -91,7 +95,7 @@ class Hooks:
 
     def around_loss(self, loss_fn: Callable[..., Loss]) -> Callable[..., Loss]:
         """Return a loss function that ends with the calls of `before_backward`, or `loss_fn` if there are none."""
-        if not self._found["before_backward"]:
+        if not self.has("before_backward"):
             return loss_fn
 
         return lambda model, batch: self.before_backward(loss_fn(model, batch))

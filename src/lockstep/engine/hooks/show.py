@@ -10,7 +10,7 @@ import torch
 
 from lockstep.engine.hooks.calls import overridden
 from lockstep.parallel.calls.chain import run_eagerly
-from lockstep.parallel.micro_batches import MicroBatchDriver
+from lockstep.parallel.micro_batches import runs_whole_model
 from lockstep.task import Task
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def call_show(task: Task, run: Run) -> str | None:
     if show is None or (driver.role.replicated and not run.runtime.is_main):
         return None
 
-    if not isinstance(driver, MicroBatchDriver):
+    if not runs_whole_model(driver):
         run.recorder.event("warning", reason="show() is left out: no rank holds the full model (mesh.pp)")
         return None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.engine.hooks.calls import Hook
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.driver import Driver, Reduced
+from lockstep.parallel.micro_batches import runs_whole_model
 
 
 class TrainedParameters:
@@ -17,7 +18,7 @@ class TrainedParameters:
 
         A parameter that a hook leaves out is trained from the first step on.
         """
-        if not driver.role.runs_whole_model:
+        if not runs_whole_model(driver):
             raise UserError(
                 f"{type(hooks[0].owner).__name__} cannot be used in a pipeline (mesh.pp)",
                 "each stage knows its own gradients only",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.hooks.all_gather import gather_rows
 from lockstep.errors import UserError
 from lockstep.observe.metrics import check_metric_name, detached
 from lockstep.task import MicroBatch, Number, Weight
@@ -116,8 +115,7 @@ class BuiltRunView:
 
         # The rows of padding count nowhere, so it contributes none.
         padding = micro is not None and micro.padding
-        gathered, run.stepper.progress.row_offset = gather_rows(rows, run.runtime.collectives, padding)
-        return gathered
+        return run.gathering.gather(rows, run.runtime.collectives, padding)
 
     @property
     def row_offset(self) -> int:
@@ -126,8 +124,7 @@ class BuiltRunView:
         if run is None or run.gathering.batches_are_whole:
             return 0
 
-        # In another micro-batch the ranks may have had other numbers of rows, so its offset is none for this one.
-        offset = run.stepper.progress.row_offset
+        offset = run.gathering.row_offset
         if offset is None:
             raise UserError(
                 "run.row_offset was read before run.all_gather(rows) was called in this micro-batch",
@@ -168,12 +165,12 @@ def _check_global_batch(run: Run) -> None:
             "set strategy=ddp or strategy=fsdp",
         )
 
-    if run.plan.num_micro_batches > role.data_size:
+    if run.plan.global_num_micro_batches > role.data_size:
         # Rounded up: with one micro-batch of this size for each rank, the batch is whole.
         size = -(-run.plan.global_batch // role.data_size)
         raise UserError(
-            f"run.all_gather sees one micro-batch of each rank, and the global batch has {run.plan.num_micro_batches} "
-            f"on {role.data_size} of them",
+            f"run.all_gather sees one micro-batch of each rank, and the global batch has "
+            f"{run.plan.global_num_micro_batches} on {role.data_size} of them",
             "the loss would depend on how the batch is split",
             f"set micro_batch={size}, so that each rank has one; or train on more ranks",
             cause="gathered",

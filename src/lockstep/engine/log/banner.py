@@ -21,7 +21,7 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.activation_checkpointing import blocks_to_recompute
 from lockstep.parallel.apply import wants_compile
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
-from lockstep.parallel.compiled.compiler import compiler_among
+from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hook_table import COMM_HOOKS
 from lockstep.parallel.driver import Driver
@@ -128,10 +128,10 @@ def _parameters(model: nn.Module) -> str:
 def _batch(plan: Plan) -> str:
     """`global 64 (set) = 8 micro-batches of 8 (derived), at most 4 per rank`"""
     rest = plan.global_batch % plan.micro_batch
-    last = f", the last one {rest}" if rest and plan.num_micro_batches > 1 else ""
+    last = f", the last one {rest}" if rest and plan.global_num_micro_batches > 1 else ""
     return (
         f"global {plan.global_batch} ({plan.reasons['global_batch']}) = "
-        f"{plural(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch}{last} "
+        f"{plural(plan.global_num_micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch}{last} "
         f"({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
     )
 
@@ -174,7 +174,7 @@ def _compile(driver: Driver, mesh: Mesh) -> str:
         what = "the stages" if mesh.sizes["pp"] > 1 else "the model"
         return f"{what}, in the first step: forwards are collective, so nothing is timed first"
 
-    compiler = compiler_among(driver.parts)
+    compiler = compiler_of(driver)
     return compiler.banner if compiler else "nothing more than the user's code has compiled already"
 
 

@@ -44,7 +44,7 @@ def advise(plan: Plan) -> str:
         return "in a stream they follow the number of ranks"
 
     # A size that is used now is proposed. A single micro-batch cannot be shared.
-    several = plan.num_micro_batches > 1
+    several = plan.global_num_micro_batches > 1
     size = plan.micro_batch if several else max(1, plan.global_batch // EXAMPLE_RANKS)
     most = math.ceil(plan.global_batch / size)
     return f"set micro_batch={size} for the same model on any number of ranks, up to {most}"

@@ -7,6 +7,7 @@ sums have arrived, which may be some steps later.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.engine.step import Stepper
@@ -46,7 +47,7 @@ class SampleLog(StepPart):
 
 
 class StepLog:
-    """Writes log lines. It owns the interval that the next one covers.
+    """Writes log lines. The next one covers the interval, to which the Stepper adds losses.
 
     A line is due after every `log.every` steps and after the last one. It is written later, when the user's code has
     logged what belongs to the step.
@@ -73,17 +74,17 @@ class StepLog:
 
     def add_metric(self, name: str, total: Number, weight: Weight) -> None:
         """Add to a metric of the next line."""
-        # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
-        self.interval.metric_names.see([name])
-        self.interval.sums.add([], [(name, total, weight)])
+        self.interval.add_metric(name, total, weight)
 
-    def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
-        """Count a step. `result` is the newest known result, which is the step's own if it is the last step."""
-        self.interval.steps += 1
-        self.interval.samples += samples
+    def end_step(self, samples: int, result: StepResult | None, is_last: bool, waits_s: Sequence[float] = ()) -> None:
+        """Count a step. `result` is the newest known result, which is the step's own if it is the last step.
+
+        `samples` are those of all ranks; `waits_s` has the wait of this rank for each of its micro-batches.
+        """
+        self.interval.add_step(samples, waits_s)
         self._newest = result
 
-        # Otherwise the line before may be ready by now: nothing waits for its sums to come from the device.
+        # Otherwise the previous line may be ready by now: nothing waits for its sums to come from the device.
         if is_last or self._stepper.counters.steps_done % self._every == 0:
             self.line_due = True
         else:

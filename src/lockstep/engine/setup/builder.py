@@ -45,7 +45,7 @@ from lockstep.optim.schedulers.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.micro_batches import MicroBatchDriver
+from lockstep.parallel.micro_batches import runs_whole_model
 from lockstep.precision import Precision, choose_precision, for_model
 from lockstep.run_folder.opened import RunFolder, open_run_dir
 from lockstep.runtime import attempt_folder
@@ -72,6 +72,7 @@ class RunBuilder:
     callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
     hooks: Hooks = field(init=False)  # none until `use_hooks`
     reads_loss: bool = False  # whether the user's code reads the loss of each step
+    passes: int = 1  # how often a custom loop goes over the batches of each step
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
     task: Any = None  # None in a custom loop
@@ -168,7 +169,7 @@ class RunBuilder:
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
         self.on_failure(driver.parts.close)
-        if isinstance(driver, MicroBatchDriver):
+        if runs_whole_model(driver):
             self.on_failure(driver.inner_gradients.leave)
 
         return driver
@@ -205,7 +206,7 @@ class RunBuilder:
         rebind(user_optimizers, parameters_before, dict(model.named_parameters()))
 
         wrapped = wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
-        if not self.driver.role.runs_whole_model:
+        if not runs_whole_model(self.driver):
             wrapped.refuse_coupled("a stage of a pipeline")
 
         self.on_failure(wrapped.release)
@@ -219,7 +220,7 @@ class RunBuilder:
         """Call these hooks during the run, and save the state of the callbacks that have one."""
         self.hooks = hooks
         # A hook that follows steps gets their results, and these include the loss.
-        self.reads_loss |= bool(hooks.named("after_step"))
+        self.reads_loss |= hooks.has("after_step")
         hooks.register(self.registered)
 
     def setup_run(self, data: Any, collate: Collate) -> Run:

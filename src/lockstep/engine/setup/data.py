@@ -109,7 +109,7 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
             seed=config.seed,
             global_batch=plan.global_batch,
             micro_batch_size=plan.micro_batch,
-            mine=rank_share(plan.num_micro_batches, World(role.data_rank, role.data_size), role.in_turn),
+            mine=rank_share(plan.global_num_micro_batches, World(role.data_rank, role.data_size), role.in_turn),
             ranks=role.data_size,
             collective_forwards=role.collective_forwards,
             # Only one rank of each tp or pp group contributes, because all of them have the same values.

@@ -132,6 +132,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         evaluations=evaluations,
         data_record=data_record,
         hooks=builder.hooks,
+        passes=builder.passes,
     )
 
     _begin(run, builder)

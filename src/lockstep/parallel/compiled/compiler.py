@@ -14,7 +14,7 @@ batch whose shape the compiled code does not take, such as a short last one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,8 @@ from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
-from lockstep.parallel.micro_batches import MicroBatchDriver
+from lockstep.parallel.driver import Driver
+from lockstep.parallel.micro_batches import MicroBatchDriver, runs_whole_model
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.context import EventLogger
@@ -448,9 +449,9 @@ class Compiler(StepPart):
         CallChain.of(self.driver.model).remove("compile")
 
 
-def compiler_among(parts: Iterable[StepPart]) -> Compiler | None:
-    """Return the compiler of a run, if it has one."""
-    return next((part for part in parts if isinstance(part, Compiler)), None)
+def compiler_of(driver: Driver) -> Compiler | None:
+    """Return the compiler of a driver's model. A pipeline has none: it compiles its stages without a decision."""
+    return driver.compiler if runs_whole_model(driver) else None
 
 
 class ModelCall(Link):

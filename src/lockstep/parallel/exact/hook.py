@@ -21,7 +21,7 @@ from lockstep.parallel.exact.reducers import Gradients, OrderedTree
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.micro_batches import check_reached, norms_of_gradients
 from lockstep.parallel.progress import StepProgress
-from lockstep.runtime.control_word import ControlWord, ControlWordCodec
+from lockstep.runtime.control_word import ControlWord
 
 CHUNK = 2**20  # elements that are reduced at once: one chunk is added while others are being sent
 
@@ -70,7 +70,7 @@ class OrderedBuckets(OrderedTree):
         check_reached([name for name, p in parameters.items() if p.grad is None], len(parameters))
         super().after_backward(progress)
 
-    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # The hook has reduced everything in the last backward.
         assert self._word_parameter.grad is not None
         return self._word_parameter.grad, norms_of_gradients(self.driver.parameters, self.norms)

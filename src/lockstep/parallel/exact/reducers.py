@@ -19,7 +19,7 @@ from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver, norms_of_gradients
 from lockstep.parallel.progress import StepProgress
-from lockstep.runtime.control_word import ControlWord, ControlWordCodec
+from lockstep.runtime.control_word import ControlWord
 from lockstep.task import MicroBatch
 
 Gradients = dict[int, Tensor]  # gradient sums over one or more micro-batches, by the id of the parameter
@@ -74,13 +74,13 @@ class OrderedTree(ExactReducer):
 class OrderedReducer(OrderedTree):
     """The sums of a single process."""
 
-    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # A parameter that no micro-batch has reached keeps no gradient.
         summed = self.tree.finish()
         for parameter in self.driver.parameters.values():
             parameter.grad = summed.get(id(parameter))
 
-        return codec.pack(control_word), norms_of_gradients(self.driver.parameters, self.norms)
+        return self.driver.codec.pack(control_word), norms_of_gradients(self.driver.parameters, self.norms)
 
 
 class OrderedReplicas(OrderedTree):
@@ -89,7 +89,7 @@ class OrderedReplicas(OrderedTree):
     A parameter may have no gradient in some micro-batches, or in all of them.
     """
 
-    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         """Add the roots of all ranks in the order of the tree, and sum the control word.
 
         One collective finds out which gradients there are, and two more add those of each group below.
@@ -106,7 +106,7 @@ class OrderedReplicas(OrderedTree):
             local_flags[index] = torch.tensor([id(p) in gradients for p in parameters])
 
         # On a GPU the host waits here, because the sizes of the messages below depend on the result.
-        packed, counts = sum_with_word(codec, control_word, local_flags.flatten(), collectives)
+        packed, counts = sum_with_word(self.driver.codec, control_word, local_flags.flatten(), collectives)
         has_gradient = counts.view_as(local_flags).bool().cpu()
 
         # Parameters of the same dtype, with gradients in the same roots, are reduced together.

@@ -20,7 +20,7 @@ from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.micro_batches import ExactReducer
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.sharded import ShardedDriver
-from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
+from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.shards import to_local
 from lockstep.task import MicroBatch
 
@@ -75,7 +75,7 @@ class OrderedShards(ExactReducer):
         no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.driver.runtime.device)
         return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
-    def finish_reduction(self, control_word: ControlWord, codec: ControlWordCodec) -> tuple[Tensor, Tensor]:
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         """Check that every tree of the step is complete, and gather the norms with the control word."""
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
         if any(tree.roots for reduction in self._reductions for tree in reduction.trees.values()):
@@ -93,7 +93,7 @@ class OrderedShards(ExactReducer):
         if not grads:
             raise no_gradient()
 
-        words, rows = self._gather_rows(grads, codec.pack(control_word))
+        words, rows = self._gather_rows(grads, self.driver.codec.pack(control_word))
         packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         self.turn = None
         return packed, torch.stack([norm_of_rows(norms) for norms in rows])

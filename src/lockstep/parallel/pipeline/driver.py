@@ -136,7 +136,7 @@ class PipelineDriver(Driver):
             progress.find_reference_weight(first, 0.0 if loss is None else loss.weight)
 
         self._pipeline.run(micro_batches, intercepted, progress)
-        progress.backwards_done = batches.num_micro_batches
+        progress.end_all_backwards()
         for part in self.parts:
             part.before_all_reduce()
 
