@@ -282,7 +282,7 @@ def checkpoint_of(parts: int) -> dict[str, str]:
         save, snapshot, contents = staged(root, parts)
 
         began = clocks()
-        save.start(snapshot, contents, asynchronous=False)
+        save.write(snapshot.take(contents.shards, ()), contents.of_rank0)
         assert isinstance(save.outcome, Committed), save.outcome
         seconds["written: all confirmations read, the manifest committed"] = since(began)
 
@@ -324,7 +324,9 @@ def staged(root: Path, parts: int) -> tuple[Save, Snapshot, RankContents]:
     contents = RankContents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
     snapshot = Snapshot(file_name(0))
     size = snapshot.reserve(contents.shards).file_size
-    save = Save(SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600)), 1, 1, size, {})
+    save = Save(
+        SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600, asynchronous=False)), 1, 1, size, {}
+    )
 
     (root / save.draft.name).mkdir(parents=True)
     for rank in range(1, parts):

@@ -25,6 +25,7 @@ from lockstep import api, files
 from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import pack
+from lockstep.data.loader import Request, SampleReader
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.start import as_checked
 from lockstep.engine.run import Run
@@ -143,8 +144,7 @@ class RecordedRun(Run):
             source.step_order.data_world = World(*orders["part"])
 
         if isinstance(source, MapSource) and orders["twice"]:
-            reader: Any = source.reader
-            source.reader = lambda request: reader(request._replace(ids=[*request.ids, *request.ids]))  # pyrefly: ignore
+            source.reader = _TwiceReader(source.reader)  # pyrefly: ignore[bad-assignment]
 
         # Nothing calls it in a pipeline, whose losses are not recorded.
         self._losses = RecordedLosses()
@@ -330,6 +330,17 @@ class RecordedLosses(StepPart):
 
 
 # ---- what is recorded ----
+
+
+class _TwiceReader:
+    """Reads every sample of a request twice."""
+
+    def __init__(self, reader: SampleReader):
+        self.dataset = reader.dataset
+        self._reader = reader
+
+    def __call__(self, request: Request) -> Any:
+        return self._reader(request._replace(ids=[*request.ids, *request.ids]))
 
 
 def _storable(tensor: Tensor) -> Tensor:

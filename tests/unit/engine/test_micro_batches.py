@@ -105,7 +105,7 @@ def test_what_to_type_can_be_typed(global_batch: int, ranks: int, samples: int |
     if samples:
         size, most = (int("".join(filter(str.isdigit, word))) for word in (words.split()[1], words.split()[-1]))
         config = resolve([("test", settings | {"micro_batch": size})]).config
-        assert make_plan(config, most, samples).num_micro_batches >= most
+        assert make_plan(config, most, samples).global_num_micro_batches >= most
         with pytest.raises(UserError):
             make_plan(config, most + 1, samples)
 
