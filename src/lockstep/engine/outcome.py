@@ -130,7 +130,10 @@ class OutcomeHandler:
         """
         result = self._result(outcome)
         if result.weight == 0:
-            self._count_empty(result)
+            # One pass of a custom loop may be empty, as when it stops early: only the last one ends an empty step.
+            if outcome.progress.ends_step:
+                self._count_empty(result)
+
             return result
 
         self.empty_in_a_row = 0

@@ -93,7 +93,10 @@ class Requests:
         self.accept(result)
         self._late_result = result
         if note_source:
-            self.source.note_result(result)
+            self.source.note_result(self.stepper.of_step(result))
+        else:
+            # Reported at the end of the next step, some of whose passes may be applied by then.
+            self._late_result = self.stepper.of_step(result)
 
         return result
 

@@ -219,13 +219,13 @@ class Run:
         """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
         `result` is what the step has returned: its own, or on a GPU that of the previous step, or None if that was read
-        in between. Return the result that this step reports (see `engine/requests.py`).
+        in between. Return the one that this step reports (see `engine/requests.py`), as that of its last pass.
         """
         for part in self.driver.parts:
             part.end_step(self.stepper.progress)
 
         # A checkpoint that is saved after this line resumes after these samples.
-        self.source.commit(batches, result)
+        self.source.commit(batches, result and self.stepper.of_step(result))
 
         # What ranks ask of each other. Only the last step waits for its own result.
         steps_done = self.steps_done
@@ -235,7 +235,8 @@ class Run:
             self.requests.accept_late()
 
         result = self.requests.to_report(result)
-        self.log.end_step(batches.global_num_samples, result, is_last, self._waits_s)
+        reported = result and self.stepper.of_step(result)
+        self.log.end_step(batches.global_num_samples, reported, is_last, self._waits_s)
         self._waits_s = []
 
         # Iterating over all modules is too slow for every step.
@@ -247,7 +248,7 @@ class Run:
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if self._has_after_step:
             self.runtime.heartbeat.beat("user code", steps_done)
-            self.hooks.after_step(result)
+            self.hooks.after_step(reported)
             self.runtime.heartbeat.beat("data")
 
         # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a

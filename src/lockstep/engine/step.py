@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ from lockstep.task import StepBatches, StepResult
 class Counters:
     steps_done: int = 0  # applied or skipped; `apply` counts a step before it updates
     steps_applied: int = 0  # skipped steps do not count here; the learning-rate schedule follows this count
+
+    # A custom loop may make several passes over the batches of a step, which is applied if any of its passes is.
+    applied_step: int = -1  # the newest step with a pass that is known to be applied
+    updates: int = 0  # passes of the current step so far that ended with `apply`
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Stepper:
 
         # Changed by every step. The progress is that of the current step, and empty before the first.
         self.progress = StepProgress(context, StepBatches(0, (), 0), 0)
-        self.not_applied: bool | Tensor = False  # of the last update; a tensor () where only the device knows yet
+        self.not_applied: bool | Tensor = True  # no pass of the step; a tensor () where only the device knows yet
         self.counters = Counters()
         self.lr = learning_rate.at(0)
         self._late: LateOutcome | None = None  # of the last step, where outcomes are late
@@ -126,6 +130,10 @@ class Stepper:
 
         A custom loop may make several `passes` over the batches of a step: then it is that of one pass.
         """
+        if pass_index == 0:
+            self.not_applied = True
+            self.counters.updates = 0
+
         self.progress = StepProgress(self.context, batches, self.counters.steps_done, pass_index, passes)
         return self.progress
 
@@ -155,6 +163,7 @@ class Stepper:
 
         # Only the last pass over the batches ends the step.
         self.counters.steps_done += progress.ends_step
+        self.counters.updates += 1
 
         # The norm of all norms is the norm of the whole gradient, shape (). The sum is not divided by its weight yet.
         norm = torch.linalg.vector_norm(reduced.norms)
@@ -218,11 +227,13 @@ class Stepper:
         # All ranks have the same numbers here, so they agree without another collective.
         outcome = Outcome(progress, reduced, self.outcome_handler.spikes.limit(), word, grad_norm)
         self.outcome_handler.check(outcome)
-        self.not_applied = not outcome.applied
+        self.not_applied = self.not_applied and not outcome.applied
         if outcome.applied:
             self.update.step(reduced.parameters, factor, progress.pass_count, indices)
-            self._count_applied(progress, indices)
+            self.learning_rate.count_step(indices)
+            self.counters.applied_step = progress.step
 
+        self.counters.steps_applied += progress.ends_step and self.counters.applied_step == progress.step
         return self._conclude(outcome)
 
     def _apply_late(
@@ -238,13 +249,17 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
         loss_limit = self.outcome_handler.spikes.limit()
-        self.not_applied = not_applied = not_applied_on_device(reduced, grad_norm, weight, loss_limit)
+        not_applied = not_applied_on_device(reduced, grad_norm, weight, loss_limit)
+
+        # A step with one pass launches no kernel here.
+        self.not_applied = not_applied if self.not_applied is True else self.not_applied & not_applied
 
         # `factor` and `not_applied` are tensors of shape (): the host only launches kernels, and knows neither value.
         self.update.step_on_device(factor, not_applied, progress.pass_count, indices)
 
         # The next rate depends on this count. Most steps are applied; `read_late_outcome` takes it back otherwise.
-        self._count_applied(progress, indices)
+        self.counters.steps_applied += progress.ends_step
+        self.learning_rate.count_step(indices)
 
         # Read the previous outcome: only now, while the device is busy with this step.
         previous = self.read_late_outcome()
@@ -253,9 +268,12 @@ class Stepper:
         return previous
 
     @property
-    def late_steps(self) -> int:
-        """The number of steps whose late outcome is not read yet, 0 or 1: the interval lacks their losses."""
-        return int(self._late is not None)
+    def late_steps(self) -> float:
+        """The part of the last step whose outcome is not read yet, so that the interval lacks its losses.
+
+        It is 0, 1 or, if several passes of the step ended with `apply`, the share of the last one.
+        """
+        return 0 if self._late is None else 1 / max(1, self.counters.updates)
 
     def read_late_outcome(self) -> StepResult | None:
         """Wait for the late outcome and return the result of its step, or None if there is none to read."""
@@ -263,9 +281,14 @@ class Stepper:
         if late is None:
             return None
 
-        outcome = late.read()
-        if not outcome.applied:
-            self._uncount_applied(late.progress, late.optimizer_indices)
+        outcome, step = late.read(), late.progress.step
+        if outcome.applied:
+            self.counters.applied_step = step
+        else:
+            self.learning_rate.uncount_step(late.optimizer_indices)
+
+        # `_apply_late` has counted the step when its last pass was queued; by now all earlier passes are known.
+        self.counters.steps_applied -= late.progress.ends_step and self.counters.applied_step != step
 
         # The device has decided about the update long ago: this can only end the run.
         self.outcome_handler.check(outcome)
@@ -279,15 +302,12 @@ class Stepper:
         word = reduced.codec.unpack(reduced.packed_word.tolist())
         return word, word.weight or math.nan
 
-    def _count_applied(self, progress: StepProgress, indices: Sequence[int]) -> None:
-        """Count an applied update, for the schedule and for the schedulers of the optimizers that were stepped."""
-        self.counters.steps_applied += progress.ends_step
-        self.learning_rate.count_step(indices)
+    def of_step(self, result: StepResult) -> StepResult:
+        """Return the result of a pass as that of its step, which is applied if any of its passes is."""
+        if result.applied or result.step != self.counters.applied_step:
+            return result
 
-    def _uncount_applied(self, progress: StepProgress, indices: Sequence[int]) -> None:
-        """Take back `_count_applied`: the device has not applied the update."""
-        self.counters.steps_applied -= progress.ends_step
-        self.learning_rate.uncount_step(indices)
+        return replace(result, applied=True, skip_reason=None)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
         """Count the step, also in the interval of the next log line, and react to a skip."""

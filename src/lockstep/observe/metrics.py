@@ -262,7 +262,7 @@ class Interval:
         self.metric_names = metric_names
         self._begin(time.perf_counter())
 
-    def _begin(self, now: float, late_steps: int = 0) -> None:
+    def _begin(self, now: float, late_steps: float = 0) -> None:
         """Begin to count anew. `late_steps` of the previous interval will add their losses to this one's sums."""
         self._began = now  # `exclude` makes it later
         self._late_steps_before = late_steps
@@ -314,10 +314,10 @@ class Interval:
         """Exclude time that was spent on something other than training."""
         self._began += seconds
 
-    def end(self, late_steps: int) -> EndedInterval:
+    def end(self, late_steps: float) -> EndedInterval:
         """End the interval, whose sums were taken, and begin the next one. Return the counts for the line.
 
-        The losses of its last `late_steps` steps come to the next interval.
+        The losses of its last `late_steps` steps come to the next interval: less than 1 if a step has several passes.
         """
         now = time.perf_counter()
         ended = EndedInterval(
@@ -361,7 +361,7 @@ class EndedInterval:
     """The counts and times of an interval that has ended."""
 
     steps: int
-    steps_in_sums: int  # the steps whose losses the line has: one more or less than `steps` if an outcome was late
+    steps_in_sums: float  # the steps whose losses the line has: one more or less than `steps` if an outcome was late
     samples: int
     has_skips: bool
     seconds: float

@@ -92,7 +92,9 @@ class Recorder:
 
     # ---- metrics ----
 
-    def end_interval(self, interval: Interval, late_steps: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
+    def end_interval(
+        self, interval: Interval, late_steps: float, names: Sequence[str], numbers: dict[str, Any]
+    ) -> None:
         """End an interval: reduce its sums over ranks, and write its line once they have arrived. Collective.
 
         late_steps: the number of its last steps whose losses are not in its sums yet

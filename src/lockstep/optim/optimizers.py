@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
 
 TINY = 1e-6  # keeps the division by a norm of zero finite
+FLOAT32_MAX = torch.finfo(torch.float32).max
 MIN_PARAMETER_NORM = 1e-3  # of adaptive clipping: parameters of zero can still change
 
 # Returns the norm of each full tensor, even if this rank holds only a shard of it.
@@ -116,8 +117,8 @@ class Update:
         if self._optimizers.step_hooks_changed:
             self.choose_kernels()
 
-        if self._fused:
-            # The optimizers divide, hence the inverse.
+        # The optimizers divide, hence the inverse, which float32 must be able to hold.
+        if self._fused and factor and 1.0 / factor <= FLOAT32_MAX:
             self._optimizers.step(pass_count, indices, self._divisor.fill_(1.0 / factor))
             return
 

@@ -187,7 +187,7 @@ class MicroBatchDriver(Driver):
         """Begin a pass over the micro-batches of a step: clear the gradients of the last pass."""
         clear_gradients(self.parameters)
 
-        # A custom loop may have caught an exception of the last backward.
+        # A backward may have raised: `AMPTrainer` on one rank then begins the step anew.
         for part in self.parts:
             part.begin_pass()
 

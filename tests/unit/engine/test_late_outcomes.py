@@ -30,6 +30,7 @@ from lockstep.engine.setup import open_run
 from lockstep.engine.step import LateOutcome, Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.runtime import context
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.runtime.world import World
@@ -483,6 +484,60 @@ def test_an_own_loop_with_several_optimizers(
         assert seen.items() <= expected.items()
         assert len(seen) == len(expected) - 1  # the last step reports its own result in place of the one before it
     assert logged(tmp_path / "cpu") == logged(tmp_path / "late")
+
+
+def early_stop(folder: Path) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Two passes, of which the second has weight 0 in every other step, and in some steps the first has it too."""
+    resolved = resolve([("test", SETTINGS | {"run_dir": str(folder), "lr.warmup": 4, "steps": 6})])
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1)
+    with context.start(World(), resolved.config) as runtime:
+        run = OwnRun(open_run(resolved, runtime, "test"))
+        model, _ = run.setup(plain, torch.optim.Adam(plain.parameters(), lr=0.05, fused=True))
+        for step in run.steps(Wobbly().data(), passes=2):
+            for index in range(2):
+                for x, y, _ in step:
+                    empty = step.index % 3 == 2 or (index == 1 and step.index % 3 == 1)
+                    step.backward(((model(x)[:, 0] - y) ** 2).sum(), 0 if empty else len(x))
+                step.apply()
+        average = run._run.trained_model.average
+        run.close()
+    averaged = torch.cat([tensor.flatten() for tensor in average.parameter_tensors.values()])
+    return plain.weight.detach().clone(), averaged, json.loads((folder / "summary.json").read_text())
+
+
+def test_a_step_of_several_passes_is_applied_if_any_of_them_is(tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
+    cpu = early_stop(tmp_path / "cpu")
+    fake = gpu()
+    late = early_stop(tmp_path / "late")
+    assert "host waits for an event" in fake.calls
+    assert (cpu[2]["applied"], late[2]["applied"]) == (4, 4)
+
+
+def test_the_averages_move_if_any_pass_was_applied(tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
+    """On the device, too, where the host does not know it yet."""
+    moves = []
+    update = WeightAverage.update
+    for name in ("cpu", "late"):
+        told: list[bool] = []
+        with pytest.MonkeyPatch.context() as patch:
+            record = lambda self, skip, told=told: (told.append(bool(skip)), update(self, skip))
+            patch.setattr(WeightAverage, "update", record)
+            early_stop(tmp_path / name)
+        moves.append(told)
+        if name == "cpu":
+            gpu()
+    assert moves == [[False, False, True] * 2] * 2
+
+
+def test_the_pass_whose_outcome_is_late_is_a_part_of_its_step(tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:
+    gpu()
+    own_loop(tmp_path / "run", passes=2, **{"log.every": 2})
+    lines = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    steps = [line["weight"] / line["weight_per_s"] / line["step_s"] for line in lines]
+    # One of the two updates of steps 2, 6, 8, ... is late, and the only one of step 4; the last line waits.
+    late = [0, *(1.0 if line["step"] % 3 == 1 else 0.5 for line in lines[:-1]), 0]
+    assert steps == pytest.approx([2 + late[i] - late[i + 1] for i in range(len(lines))])
 
 
 def logged(folder: Path) -> list[Any]:

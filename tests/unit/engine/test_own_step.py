@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.engine.outcome import MANY_EMPTY
 from lockstep.engine.own_step import OwnStep
 from lockstep.errors import UserError
 from lockstep.files.jsonl import read_jsonl
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.task import MicroBatch
 
 DATA = TensorDataset(torch.arange(16.0).reshape(16, 1))
@@ -180,6 +182,72 @@ def test_a_step_with_several_skipped_passes_counts_once(tmp_path: Path) -> None:
     assert str(raised.value).startswith("none of the 2 steps was applied: 2 were skipped for the reasons above\n")
     assert [line["skipped"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert len([e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "skip"]) == 4
+
+
+class Reports:
+    """A callback that keeps what each step reports."""
+
+    def __init__(self) -> None:
+        self.applied: list[bool] = []
+        self.steps_applied: list[int] = []
+
+    def after_step(self, run: Any, result: Any) -> None:
+        assert result.skip_reason is None or not result.applied
+        self.applied.append(result.applied)
+        self.steps_applied.append(run.steps_applied)
+
+
+def stops_early(factor: float, weight: int, results: list[Any]) -> Body:
+    """A loop of two passes, whose second is applied only in the first of the steps."""
+
+    def body(step: OwnStep, model: nn.Module) -> None:
+        one_pass(step, model)
+        results.append(step.apply())
+        for (x,) in step:
+            spoiled = step.index > 0
+            step.backward((model(x) * (factor if spoiled else 1)).sum(), weight=weight if spoiled else len(x))
+        results.append(step.apply())
+
+    return body
+
+
+@pytest.mark.parametrize(("factor", "weight"), [(1.0, 0), (math.nan, 4)])
+def test_a_step_is_applied_if_any_of_its_passes_is(factor: float, weight: int, tmp_path: Path) -> None:
+    """As in PPO that stops early: the schedule and the averages move, and the run has a result."""
+    results: list[Any] = []
+    reports = Reports()
+    settings = {"steps": 4, "lr": {"warmup": 4, "schedule": "constant"}, "nonfinite": {"max_in_a_row": 9}}
+    summary = run_loop(tmp_path / "run", stops_early(factor, weight, results), 2, [reports], **settings)
+
+    assert (summary["applied"], reports.applied, reports.steps_applied) == (4, [True] * 4, [1, 2, 3, 4])
+    assert [result.applied for result in results] == [True, True] + 3 * [True, False]
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+    rates = [line["lr"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert rates == sorted(set(rates)), "the warmup stands still"
+
+
+def test_the_average_moves_if_any_pass_was_applied(tmp_path: Path) -> None:
+    stepped: list[bool] = []
+    update = WeightAverage.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightAverage, "update", lambda self, skip: (stepped.append(not skip), update(self, skip)))
+        run_loop(tmp_path / "run", stops_early(1.0, 0, []), 2, steps=3, ema={"decay": 0.5})
+    assert stepped == [True, True, True]
+
+
+def test_empty_passes_of_steps_that_learn_cause_no_warning(tmp_path: Path) -> None:
+    def body(step: OwnStep, model: nn.Module) -> None:
+        one_pass(step, model)
+        step.apply()
+        for _ in range(MANY_EMPTY):
+            for (x,) in step:
+                step.backward(model(x).sum(), weight=0)
+            step.apply()
+
+    run_loop(tmp_path / "run", body, MANY_EMPTY + 1)
+    warnings = [e for e in read_jsonl(tmp_path / "run" / "events.jsonl") if e["event"] == "warning"]
+    assert not [event for event in warnings if "weight 0" in event["reason"]]
 
 
 class Scales:

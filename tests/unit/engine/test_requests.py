@@ -20,6 +20,9 @@ class FakeStepper:
         self.counters = SimpleNamespace(steps_done=steps_done)
         self._late = late
 
+    def of_step(self, result: Any) -> Any:
+        return result
+
     def set_flags(self, **flags: bool) -> None:
         self.flags |= flags
 

@@ -32,6 +32,21 @@ def removed() -> Iterator[list[Any]]:
         handle.remove()
 
 
+@pytest.mark.parametrize("factor", [1e-39, 1e-45, 0.0])
+def test_a_factor_whose_inverse_float32_cannot_hold(factor: float) -> None:
+    """As after clipping an enormous gradient: the update is that of an optimizer that does not divide."""
+    weights = []
+    for fused in (False, True):
+        model = nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        model.weight.grad = torch.tensor([[3e38, -1e38]])
+        optimizers = Optimizers(torch.optim.SGD(model.parameters(), lr=1.0, fused=fused), model)
+        norms = lambda tensors: [tensor.norm() for tensor in tensors]
+        Update(optimizers, ClipConfig(), True, norms, CPU).step([model.weight], factor, 1, [0])
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
 def seen_by_hook(run_dir: Path, when: str, fused: bool, handles: list[Any]) -> list[float]:
     """Return the gradients that a hook has seen in three steps. `when` it is set: before setup, before, in the loop."""
     torch.manual_seed(0)
