@@ -873,7 +873,7 @@ def test_compile_auto_says_when_nothing_is_measured(values: dict[str, Any], word
         config = resolve([("test", values)]).config
         driver = SingleDriver(nn.Linear(2, 2), DriverSetup(config, runtime, precision))
         pays = only_if_it_pays(config, precision)
-        driver.parts.add(Compiler(driver, config, log_nothing, pays, precision.loses_bits, None))
+        driver.compiler = Compiler(driver, config, log_nothing, pays, precision.loses_bits, None)
 
     assert words in _compile(driver, Mesh({"dp": 1, "tp": 1, "pp": 1}, rank=0))
 
