@@ -1024,6 +1024,26 @@ def test_what_could_be_deleted_only_in_part_is_deleted_after_the_next_commit(sto
     assert folders(storage) == {"step-00000005"}
 
 
+def test_a_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(storage, monkeypatch):
+    """Retention begins with the oldest one, and ended there: each save left another checkpoint."""
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
+    rename = CheckpointStorage.rename
+
+    def refuse(self, folder, to):
+        if folder == "step-00000001":
+            raise OSError(errno.EACCES, "the folder cannot be renamed")
+        rename(self, folder, to)
+
+    monkeypatch.setattr(CheckpointStorage, "rename", refuse)
+    for step in range(1, 5):
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)))
+        [save] = saver.take_ended()
+        assert is_committed(save)
+        assert ("the folder cannot be renamed" in " ".join(save.outcome.warnings)) == (step > 1)
+
+    assert folders(storage) == {"step-00000001", "step-00000004"}
+
+
 def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     team = savers(tmp_path, 2)
     team[0].copy_and_write(1, RankContents({"x": shard_of(torch.ones(2))}))

@@ -205,13 +205,14 @@ def _delete_old(draft: Draft) -> list[str]:
         # Another attempt may have taken over, and may have gone back to an old checkpoint.
         context.check_owner()
 
-        # If one cannot be deleted, delete the others all the same: they would fill the disk.
-        failed = finish_deletions(context.storage, context.token)
-
-        # Retention does not count replaced checkpoints, so a step that is saved again and again would fill the disk.
-        delete_replaced(context.storage, context.token)
-        apply_retention(context.metrics_cache, context.checkpoint_config, context.token)
-        if failed is not None:
+        # If one cannot be deleted, delete the others all the same: they would fill the disk. Retention does not count
+        # replaced checkpoints, so a step that is saved again and again would fill it, too.
+        failures = (
+            finish_deletions(context.storage, context.token),
+            delete_replaced(context.storage, context.token),
+            apply_retention(context.metrics_cache, context.checkpoint_config, context.token),
+        )
+        if failed := next(filter(None, failures), None):
             raise failed
     except (OSError, SaveError) as error:
         return [f"{_name(draft)} is safe, but older ones are not deleted: {error}"]
