@@ -67,7 +67,8 @@ class Saver:
     def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
         """Copy the contents, and write the copy in a thread, or at once. Some tensors may be copied in that thread.
 
-        `metrics`: the results of an evaluation of this step; {} if there was none.
+        `metrics`: the results of an evaluation of this step; {} if there was none. `Save.stall_s` is then the time that
+        this took; a caller who has waited for the save before adds that.
         """
         began = time.perf_counter()
         self._wait_for_last()
