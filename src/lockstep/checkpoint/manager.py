@@ -211,7 +211,7 @@ class CheckpointManager:
             save = self._saver.copy_and_write(step, contents, metrics)
             save.stall_s += waited
 
-        self.pending.follow(save)
+        self.pending.note_begun(save)
 
         # The next update changes the optimizers' state, which may still be copied.
         self._update.before_next_update(save.wait_for_copy)
