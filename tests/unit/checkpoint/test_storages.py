@@ -25,8 +25,8 @@ from lockstep.checkpoint import metrics as metrics_module
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.preflight import check_store
 from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
-from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.save import Saver
+from lockstep.checkpoint.state.contents import RankContents
 from lockstep.checkpoint.storage import files, folder
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
@@ -95,7 +95,7 @@ def test_a_store_that_does_not_exist_is_named_even_if_its_error_has_no_message(t
     monkeypatch.setattr(MemoryStore, "write", missing)
     storage = CheckpointStorage(tmp_path, "memory_store:MemoryStore://bucket")
     allow_store("memory_store:MemoryStore")
-    with pytest.raises(UserError, match="set checkpoint.store to a store that exists") as caught:
+    with pytest.raises(UserError, match=r"set checkpoint\.store to a store that exists") as caught:
         check_store(storage, one_rank(), 0.0)
     assert caught.value.found == "FileNotFoundError"
 
