@@ -179,6 +179,11 @@ def printable(value: object) -> str:
     return text
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an error; its type if it has none, as a TimeoutError often does. Never empty."""
+    return str(error) or type(error).__name__
+
+
 def some_names(names: list[str], most: int = 5) -> str:
     """Return the first few names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""

@@ -18,13 +18,13 @@ start (`--resume step-N`); later checkpoints of the same run are set aside as `.
 In torch's words (`torch.distributed.checkpoint`), a piece is what a ChunkStorageMetadata describes, and the manifest is
 the Metadata.
 
-`manager` is the interface to a run; it also says when to save. `preflight` checks before the first step that a save can
-succeed. `state` captures and restores the state of a run. `saving` writes it, `loading` finds the newest valid
+`manager` is the interface to a run. `preflight` checks before the first step that a save can succeed. `state` captures
+and restores the state of a run. `saving` says when to save, and writes the state, `loading` finds the newest valid
 checkpoint and loads it, and `init_from` starts a run from other weights.
 
-The other modules do not depend on models. `verify` compares bytes with digests, and `reader` reads tensors. `metrics`
-has the results of evaluations, by which `retention` keeps the best. `choose` finds the checkpoint that a path means,
-`export` reads its weights for other programs, and `command` is `lockstep ckpt`. `rank_file` lays out and reads the file
-of a rank. `manifest` encodes `manifest.json`, and `manifest_reader` reads it. All go through
+The other modules do not depend on models. `integrity` compares bytes with digests, and `reader` reads tensors.
+`metrics` has the results of evaluations, by which `retention` keeps the best. `choose` finds the checkpoint that a path
+means, `export` reads its weights for other programs, and `command` is `lockstep ckpt`. `rank_file` lays out and reads
+the file of a rank. `manifest` encodes `manifest.json`, and `manifest_reader` reads it. All go through
 `storage.CheckpointStorage`, never to the disk itself.
 """

@@ -51,7 +51,7 @@ def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoin
     storage, name = checkpoints_at(path)
     if name is not None:
         if best or step is not None:
-            raise no_choice(path)
+            raise no_choice_error(path)
 
         return Checkpoint(storage, name)
 
@@ -74,7 +74,7 @@ def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoin
     return by_step[step]
 
 
-def no_choice(path: Path) -> UserError:
+def no_choice_error(path: Path) -> UserError:
     """Return the error for a path that is not a run, where the user asked for a step or for the best."""
     return UserError(f"{path} is not a run, so it has no steps to choose from", "", "leave --best or --step out")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.integrity import deleted, verify_checkpoint
+from lockstep.checkpoint.integrity import deleted_error, verify_checkpoint
 from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight_name
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.errors import UserError
@@ -89,7 +89,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
                     tensors[name] = reader.read(average_name(name) if ema and name in averages else saved_name)
     except InvalidCheckpoint as problem:
         if not checkpoint.exists():
-            raise deleted(checkpoint) from None
+            raise deleted_error(checkpoint) from None
 
         raise UserError(
             f"the checkpoint {checkpoint.path} {problem.predicate} and cannot be exported",

@@ -82,7 +82,7 @@ def verify_file(checkpoint: Checkpoint, file: File, beat: Callable[[], None]) ->
         raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
 
 
-def deleted(checkpoint: Checkpoint) -> UserError:
+def deleted_error(checkpoint: Checkpoint) -> UserError:
     """Return the error for a checkpoint that was deleted before all of it was read, and is not damaged."""
     return UserError(
         f"the checkpoint {checkpoint.path} is missing: it was deleted, perhaps by its run, which keeps only some",

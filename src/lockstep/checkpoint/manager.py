@@ -21,6 +21,7 @@ All ranks call these at the same step. The engine uses four of the objects itsel
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -77,6 +78,7 @@ class CheckpointManager:
         self._runtime = runtime
         self._log_event = log_event
         self._update = update
+        self._said_best_unknown = False  # whether a warning says that the best checkpoint cannot be looked up
 
         # The parts of this manager, each with one job.
         self._storage = storage = CheckpointStorage.of_run(folder.path, config.checkpoint.store)
@@ -169,13 +171,19 @@ class CheckpointManager:
         """Return the best score of all checkpoints and of the save in flight; -inf if none has a score. Local.
 
         Return None if the checkpoints cannot be listed or read, which must not end the run: the next evaluation tries
-        again.
+        again. A warning says so, once until they can be read again.
         """
         try:
             saved = self._context.metrics_cache.by_step()
-        except OSError:
+        except OSError as error:
+            if not self._said_best_unknown:
+                reason = f"the last evaluation may be the best so far, but is not saved: {error}"
+                self._log_event("warning", reason=reason)
+                self._said_best_unknown = True
+
             return None
 
+        self._said_best_unknown = False
         scores = [score(self._config.checkpoint, metrics) for metrics in (*saved.values(), self.pending.metrics)]
         return max((found for found in scores if found is not None), default=-math.inf)
 
@@ -195,12 +203,15 @@ class CheckpointManager:
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Python's and numpy's generators get a
         new seed (`reseed_at`).
         """
+        began = time.perf_counter()
         self.pending.settle()
         with self._runtime.heartbeat.visit("snapshot", step):
             contents = self.state.contents_of_rank(self._runtime, self._log_event, self._about_run(plan))
+            waited = time.perf_counter() - began
             save = self._saver.copy_and_write(step, contents, metrics)
+            save.stall_s += waited
 
-        self.pending.follow(save)
+        self.pending.note_begun(save)
 
         # The next update changes the optimizers' state, which may still be copied.
         self._update.before_next_update(save.wait_for_copy)

@@ -12,7 +12,7 @@ from rich.filesize import decimal as size_text
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
-from lockstep.errors import UserError, listed_ranks
+from lockstep.errors import UserError, listed_ranks, message_of
 from lockstep.runtime.context import EventLogger, Runtime
 
 
@@ -40,13 +40,13 @@ def check_store(storage: CheckpointStorage, runtime: Runtime, timeout_s: float) 
         try:
             storage.try_store()
         except (FileNotFoundError, NotADirectoryError) as error:
-            return str(error)
+            return message_of(error)
 
         return None
 
     problem = f"the checkpoints of this run cannot be kept in {storage.url}"
     missing = retry_on_rank0(runtime, timeout_s, try_store, problem)
-    if missing:
+    if missing is not None:
         fix = "set checkpoint.store to a store that exists, or leave it out: checkpoints are then in run_dir"
         raise UserError(problem, missing, fix)
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.transitions import delete_checkpoint
+from lockstep.checkpoint.storage.transitions import delete_checkpoints
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import folder_name
@@ -69,16 +69,19 @@ def best_step(metrics_by_step: Mapping[int, Mapping[str, Any]], config: Checkpoi
 # ---- in a storage ----
 
 
-def apply_retention(metrics: CheckpointMetrics, config: CheckpointConfig, token: str) -> None:
-    """Delete the checkpoints that `config` does not keep. Raise the errors of `CheckpointMetrics.by_step`."""
+def apply_retention(metrics: CheckpointMetrics, config: CheckpointConfig, token: str) -> OSError | None:
+    """Delete the checkpoints that `config` does not keep. Return the first error of a deletion, if there is one.
+
+    Raise the errors of `CheckpointMetrics.by_step`.
+    """
     # Metrics are read only if the best checkpoint is kept.
     if config.best:
         metrics_by_step = metrics.by_step()
     else:
         metrics_by_step = {checkpoint.step: {} for checkpoint in list_checkpoints(metrics.storage)}
 
-    for step in steps_to_delete(metrics_by_step, config):
-        delete_checkpoint(metrics.storage, folder_name(step), token)
+    names = [folder_name(step) for step in steps_to_delete(metrics_by_step, config)]
+    return delete_checkpoints(metrics.storage, names, token)
 
 
 class BestCheckpoint(NamedTuple):

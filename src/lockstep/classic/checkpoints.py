@@ -23,9 +23,10 @@ from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.integrity import verify_checkpoint
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
+from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
@@ -295,7 +296,7 @@ def load_state(
         # From here on this rank's weights may differ from those of a rank that cannot load.
         stepper.set_flags(loaded=True)
         calls.loads.append((key, reader.checkpoint.storage))
-        state.restore(reader, reader.manifest.values)
+        state.restore(reader)
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
     if not world.alone and wait_for(calls.store, calls.keys_of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):

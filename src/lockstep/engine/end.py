@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from lockstep.checkpoint.export import Weights, read_weights
-from lockstep.checkpoint.saving.pending import ENDS, SAVES_AGAIN
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.tensor_names import aliases_in, frozen_names, is_extra
 from lockstep.config.settings import nested
@@ -45,7 +44,7 @@ def end_training(run: Run) -> None:
 
     # The last evaluation may be the best one. A save that has failed is tried again now, since no later step will.
     pending = run.checkpoints.pending
-    pending.what_follows = SAVES_AGAIN
+    pending.note_end(saves_again=True)
     if run.checkpoints.decision.is_due_at_end(counters.steps_done):
         run.save_checkpoint()
 
@@ -59,7 +58,7 @@ def end_training(run: Run) -> None:
         _save_final_weights(run)
     except UserError:
         # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
-        pending.what_follows = ENDS
+        pending.note_end(saves_again=False)
         pending.settle()
         raise
 
@@ -74,7 +73,7 @@ def _finish_last_save(run: Run) -> None:
     """
     pending = run.checkpoints.pending
     if pending.settle():
-        pending.what_follows = ENDS
+        pending.note_end(saves_again=False)
         run.save_checkpoint()
         pending.settle()
 
@@ -272,7 +271,7 @@ def end_preempted(run: Run) -> NoReturn:
     run.source.close()
 
     # If the save failed, there is no checkpoint of this step to report.
-    run.checkpoints.pending.what_follows = ENDS
+    run.checkpoints.pending.note_end(saves_again=False)
     save_failed = run.checkpoints.pending.settle()
     saved = None if save_failed else run.checkpoints.last_location()
     path = run.folder.as_shown(saved) if saved else None

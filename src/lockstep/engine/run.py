@@ -20,7 +20,6 @@ from typing import Any
 
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.saving.pending import SAVES_AGAIN
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.same_data import DataRecord
@@ -293,7 +292,7 @@ class Run:
         steps_done = self.steps_done
         save_due = self.checkpoints.decision.is_due(steps_done, self.requests.preempt_agreed)
         if self.requests.preempt_agreed:
-            self.checkpoints.pending.what_follows = SAVES_AGAIN
+            self.checkpoints.pending.note_end(saves_again=True)
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:

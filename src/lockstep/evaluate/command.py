@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import api, targets
-from lockstep.checkpoint.choose import choose, no_choice
+from lockstep.checkpoint.choose import choose, no_choice_error
 from lockstep.checkpoint.storage.checkpoint import list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.config import Layer, check, resolve_for
@@ -118,7 +118,7 @@ def _weights(request: EvaluateRequest, meant: RunPath) -> Path:
     path = request.path
     if meant.run is None or meant.name or not holds_a_run(meant.run):
         if request.best or request.step is not None:
-            raise no_choice(path)
+            raise no_choice_error(path)
 
         return path
 

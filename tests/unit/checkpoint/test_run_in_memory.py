@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -935,6 +936,38 @@ def test_the_best_checkpoint_is_looked_up_again_when_the_storage_is_back(
     checkpoint = {"best": "eval_loss", "at_end": False, "minutes": None}
     lockstep.fit(Unmounted(), run_dir=tmp_path, steps=4, evaluate={"every": 2}, checkpoint=checkpoint)
     assert [found.step for found in list_checkpoints(CheckpointStorage(tmp_path / "checkpoints"))] == [4]
+
+
+def test_a_best_checkpoint_that_cannot_be_looked_up_is_said_once_for_each_time_it_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of the best evaluation is not saved then, and nothing said so."""
+    folders = CheckpointStorage.folders
+
+    class Unmounted(Evaluated):
+        def after_step(self, run: Any, result: Any) -> None:
+            # The checkpoints can be listed after step 3 alone.
+            monkeypatch.setattr(CheckpointStorage, "folders", folders if run.steps_done == 3 else stale)
+
+    checkpoint = {"best": "eval_loss", "at_end": False, "minutes": None, "asynchronous": False}
+    lockstep.fit(Unmounted(), run_dir=tmp_path, steps=5, evaluate={"every": 1}, checkpoint=checkpoint)
+    reasons = [event["reason"] for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "warning"]
+    assert len([reason for reason in reasons if "may be the best so far, but is not saved" in reason]) == 2
+
+
+def test_the_time_that_training_waited_includes_the_wait_for_the_save_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = CheckpointStorage.write
+
+    def write_slowly(self: CheckpointStorage, key: str, chunks: Any) -> None:
+        time.sleep(0.5)
+        write(self, key, chunks)
+
+    monkeypatch.setattr(CheckpointStorage, "write", write_slowly)
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=3, checkpoint={"every": 1})
+    saved = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "checkpoint"]
+    assert [event["stall_s"] > 0.3 for event in saved] == [False, True, True]
 
 
 def test_metrics_of_a_save_that_was_aborted_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,11 @@ from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, enc
 from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import commit as committing
-from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
+from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.storage import folder as folder_module
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
@@ -1022,6 +1023,26 @@ def test_what_could_be_deleted_only_in_part_is_deleted_after_the_next_commit(sto
 
     assert left == {1: [1, 2, 1, 1, 1], 3: [1, 2, 2, 2, 1]}[away_for]
     assert folders(storage) == {"step-00000005"}
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_keep_the_others(storage, monkeypatch):
+    """Retention begins with the oldest one, and ended there: each save left another checkpoint."""
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
+    rename = CheckpointStorage.rename
+
+    def refuse(self, folder, to):
+        if folder == "step-00000001":
+            raise OSError(errno.EACCES, "the folder cannot be renamed")
+        rename(self, folder, to)
+
+    monkeypatch.setattr(CheckpointStorage, "rename", refuse)
+    for step in range(1, 5):
+        saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)))
+        [save] = saver.take_ended()
+        assert is_committed(save)
+        assert ("the folder cannot be renamed" in " ".join(save.outcome.warnings)) == (step > 1)
+
+    assert folders(storage) == {"step-00000001", "step-00000004"}
 
 
 def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):

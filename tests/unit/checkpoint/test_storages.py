@@ -7,8 +7,10 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +23,19 @@ from storage_contract import StorageContract, put
 
 from lockstep.checkpoint import metrics as metrics_module
 from lockstep.checkpoint.metrics import CheckpointMetrics
+from lockstep.checkpoint.preflight import check_store
 from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
-from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.saving.save import Saver
+from lockstep.checkpoint.state.contents import RankContents
 from lockstep.checkpoint.storage import files, folder
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.checkpoint.storage.transitions import delete_leftovers, set_aside_later
 from lockstep.config.sections import CheckpointConfig
+from lockstep.errors import UserError
 from saved import newest_step
 
 
@@ -60,6 +65,51 @@ def test_a_full_store_costs_a_checkpoint_and_nothing_else(tmp_path):
 
 
 # ---- the file system ----
+
+
+class SlowStore(MemoryStore):
+    """A store that does not answer. The error of fsspec for this has no message."""
+
+    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
+        raise TimeoutError
+
+
+def one_rank() -> Any:
+    """Return the runtime of a run on one rank, whose time to wait is over."""
+    collectives = SimpleNamespace(all_gather_json=lambda value: [value], run_on_rank0=lambda act: 0.0)
+    return SimpleNamespace(is_main=True, collectives=collectives)
+
+
+def test_a_store_whose_error_has_no_message_keeps_nothing(tmp_path):
+    allow_store("test_storages:SlowStore")
+    storage = CheckpointStorage(tmp_path, "test_storages:SlowStore://bucket")
+    with pytest.raises(StorageUnavailable, match="cannot be kept in test_storages:SlowStore://bucket") as caught:
+        check_store(storage, one_rank(), 0.0)
+    assert caught.value.found == "rank 0: TimeoutError"
+
+
+def test_a_store_that_does_not_exist_is_named_even_if_its_error_has_no_message(tmp_path, monkeypatch):
+    def missing(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(MemoryStore, "write", missing)
+    storage = CheckpointStorage(tmp_path, "memory_store:MemoryStore://bucket")
+    allow_store("memory_store:MemoryStore")
+    with pytest.raises(UserError, match=r"set checkpoint\.store to a store that exists") as caught:
+        check_store(storage, one_rank(), 0.0)
+    assert caught.value.found == "FileNotFoundError"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
+    """Even if the error has no message."""
+
+    def slow(_):
+        raise TimeoutError
+
+    commit(CheckpointStorage(tmp_path), 1)
+    monkeypatch.setattr(CheckpointStorage, "folders", slow)
+    with pytest.raises(StorageUnavailable):
+        load(tmp_path)
 
 
 def test_latest_is_for_people(tmp_path):

@@ -60,7 +60,7 @@ def match(state: Mapping[str, Tensor], source: WeightSource, settings: WeightsCo
         "allow_reshape": [name for name in reshaped if not _any_match(name, settings.allow_reshape)],
     }
     if any(problems.values()):
-        raise _mismatch(problems, tensors, taken, source)
+        raise _mismatch_error(problems, tensors, taken, source)
 
     return Match(taken, tied, reshaped, missing, unused)
 
@@ -148,7 +148,7 @@ def _any_match(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _mismatch(
+def _mismatch_error(
     problems: Mapping[str, list[str]], tensors: Mapping[str, Tensor], taken: Mapping[str, str], source: WeightSource
 ) -> UserError:
     """Return the error for weights that do not fit: what is wrong, and the settings that would accept it."""

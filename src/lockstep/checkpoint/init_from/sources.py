@@ -160,17 +160,17 @@ def _files_of_index(path: Path) -> list[Path]:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         files = [path.parent / Path(name).name for name in names]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}") from None
+        raise _unreadable_error(path, f"{type(error).__name__}: {error}") from None
 
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         why = f"it lists {missing[0]}, which is not there" if missing else "it lists no files"
-        raise _unreadable(path, why)
+        raise _unreadable_error(path, why)
 
     return files
 
 
-def _unreadable(path: Path, why: str) -> UserError:
+def _unreadable_error(path: Path, why: str) -> UserError:
     """Return the error for a file that is damaged, or not what its name says."""
     return UserError(f"init_from={path} cannot be read", why, "download or copy it again")
 
@@ -328,4 +328,4 @@ def _readable(file: Path) -> Iterator[None]:
             "save the weights alone: torch.save(model.state_dict(), FILE), or as safetensors",
         ) from None
     except (OSError, SafetensorError, RuntimeError, EOFError) as error:
-        raise _unreadable(file, f"{error}".partition("\n")[0]) from None
+        raise _unreadable_error(file, f"{error}".partition("\n")[0]) from None

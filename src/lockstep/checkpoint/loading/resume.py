@@ -121,21 +121,20 @@ class Resumer:
         # Check the settings before anything is changed.
         changed_settings = config_changes(values["config"], self.config)
         self._check_fixed(changed_settings)
-        other_changes = self.state.restore(reader, values, changed_settings, rewinds)
+        other_changes = self.state.restore(reader, changed_settings, rewinds)
         step = reader.manifest.step
 
         # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
-        is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
-        own_step = step if is_own else None
+        is_kept = self._is_own(reader.checkpoint.storage) and step_in(reader.checkpoint.name) is not None
 
         # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
         # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
         # it is set aside, too. All ranks wait here, because none may save before this is done.
-        last_kept = step if is_own else step - 1
+        last_kept = step if is_kept else step - 1
         self._change_if_own(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
         # After the checkpoint of another run, a later attempt must load that one again, until this run has saved.
-        if self.runtime.is_main and is_own:
+        if self.runtime.is_main and is_kept:
             self.folder.end_going_back()
 
         reseed_at(self.config.seed, step)
@@ -147,17 +146,21 @@ class Resumer:
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
             other_changes=other_changes,
-            own_step=own_step,
+            own_step=step if is_kept else None,
         )
+
+    def _is_own(self, storage: CheckpointStorage) -> bool:
+        """Return whether `storage` is that of this run, and not of one from which it starts."""
+        return storage == self.storage
 
     def _change_if_own(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
         """Call `act` on rank 0, unless `storage` is of another run, which must not change.
 
         Return its result, or None, on every rank. Collective.
         """
-        own = storage == self.storage
+        act_here = act if self._is_own(storage) else lambda: None
         problem = f"the checkpoints in {self.storage.root} cannot be set aside"
-        return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act if own else lambda: None, problem)
+        return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act_here, problem)
 
     def _check_fixed(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.fixed_settings`)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.integrity import deleted, verify_checkpoint
+from lockstep.checkpoint.integrity import deleted_error, verify_checkpoint
 from lockstep.checkpoint.manifest import (
     Damaged,
     Forbidden,
@@ -120,7 +120,7 @@ def newest_valid(
         if not exists.by_rank[0]:
             gone += 1
             if only or gone == MAX_GONE:
-                raise deleted(checkpoint)
+                raise deleted_error(checkpoint)
 
             names = _agreed_names(storage, ranks.gather, only)
             continue
@@ -129,7 +129,7 @@ def newest_valid(
         problem = _invalid(checkpoint, _late_as_unreadable(checkpoint, problems, ranks.gather))
         if not isinstance(problem, Damaged):
             older = names[names.index(checkpoint.name) + 1 :]
-            raise _cannot_use(problem, Checkpoint(storage, older[0]) if older else None)
+            raise _cannot_use_error(problem, Checkpoint(storage, older[0]) if older else None)
 
         damaged[checkpoint.name] = problem
         gone = 0
@@ -143,7 +143,7 @@ def newest_valid(
             )
 
     if damaged:
-        raise _all_damaged(storage, list(damaged.values()), only)
+        raise _all_damaged_error(storage, list(damaged.values()), only)
 
     return None
 
@@ -161,7 +161,7 @@ def _verify_together(checkpoint: Checkpoint, ranks: VerifyingRanks) -> tuple[Man
 
     # The digests show whether all ranks read the same manifest.
     if not found_by_any and len({digest for _, digest in results}) > 1:
-        raise _not_shared("the ranks read different manifests there")
+        raise _not_shared_error("the ranks read different manifests there")
 
     return manifest, found_by_any
 
@@ -213,7 +213,7 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
         # A rank may have an old listing of the directory. All ranks know what each has seen, so all of them look again.
         looks += 1
         if looks == MAX_LOOKS:
-            raise _not_shared(f"rank {differing[0]} finds different files there than rank 0")
+            raise _not_shared_error(f"rank {differing[0]} finds different files there than rank 0")
 
         time.sleep(LOOK_PAUSE_S)
 
@@ -253,7 +253,7 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
     return kind(checkpoint, first, reasons.removeprefix(f"{first}: "))
 
 
-def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
+def _cannot_use_error(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
     """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
     otherwise = ""
     if older:
@@ -266,7 +266,7 @@ def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserErr
     return UserError(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), f"{fix}{otherwise}")
 
 
-def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:
+def _all_damaged_error(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:
     """Return the error for a run whose checkpoints are all damaged, or for a damaged one that the user named."""
     what = f"the checkpoint {damaged[0].checkpoint.path}" if only else f"every checkpoint in {storage.root}"
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
@@ -274,7 +274,7 @@ def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: s
     return UserError(f"{what} {Damaged.predicate}", found, f"restore the files, or {way_out}")
 
 
-def _not_shared(found: str) -> UserError:
+def _not_shared_error(found: str) -> UserError:
     """Return the error for ranks that find different checkpoints."""
     return UserError(
         "run_dir is not on a file system that all ranks share",

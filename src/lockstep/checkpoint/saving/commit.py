@@ -32,9 +32,9 @@ from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_ma
 from lockstep.checkpoint.manifest_reader import check_written
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
-from lockstep.checkpoint.saving.context import Rank0Contents
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, as_text
+from lockstep.checkpoint.state.contents import Rank0Contents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import NotDurable
 from lockstep.checkpoint.storage.retry import Backoff
@@ -52,11 +52,11 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
     manifest = _manifest(draft.step, confirmations, of_rank0, has_metrics=bool(metrics))
     encoded = encode_manifest(manifest)
 
-    uncommitted = Checkpoint(storage, draft.name)
-    check_written(manifest, len(encoded), uncommitted)
+    draft_folder = Checkpoint(storage, draft.name)
+    check_written(manifest, len(encoded), draft_folder)
 
     if metrics:
-        write_metrics(uncommitted, metrics)
+        write_metrics(draft_folder, metrics)
 
     storage.write(draft.manifest, [memoryview(encoded)])
 
@@ -67,7 +67,7 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
 
     # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
     for file in manifest.files:
-        check_size(uncommitted, file)
+        check_size(draft_folder, file)
 
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
@@ -205,13 +205,14 @@ def _delete_old(draft: Draft) -> list[str]:
         # Another attempt may have taken over, and may have gone back to an old checkpoint.
         context.check_owner()
 
-        # If one cannot be deleted, delete the others all the same: they would fill the disk.
-        failed = finish_deletions(context.storage, context.token)
-
-        # Retention does not count replaced checkpoints, so a step that is saved again and again would fill the disk.
-        delete_replaced(context.storage, context.token)
-        apply_retention(context.metrics_cache, context.checkpoint_config, context.token)
-        if failed is not None:
+        # If one cannot be deleted, delete the others all the same: they would fill the disk. Retention does not count
+        # replaced checkpoints, so a step that is saved again and again would fill it, too.
+        failures = (
+            finish_deletions(context.storage, context.token),
+            delete_replaced(context.storage, context.token),
+            apply_retention(context.metrics_cache, context.checkpoint_config, context.token),
+        )
+        if failed := next(filter(None, failures), None):
             raise failed
     except (OSError, SaveError) as error:
         return [f"{_name(draft)} is safe, but older ones are not deleted: {error}"]

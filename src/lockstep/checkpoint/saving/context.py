@@ -1,17 +1,15 @@
-"""What all saves of a run have in common (`SaveContext`), and what a rank writes in one save (`RankContents`)."""
+"""What all saves of a run have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.saving.outcome import SaveError, TakenOver
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.config.sections import CheckpointConfig
-from lockstep.runtime.shards import LocalShard
 
 
 @dataclass
@@ -54,26 +52,3 @@ class SaveContext:
             pass
 
         return False
-
-
-class Rank0Contents(NamedTuple):
-    """What rank 0 writes to the manifest besides the files and their tensors. It must not change meanwhile."""
-
-    # For tied tensors: other name -> name among the shards.
-    aliases: Mapping[str, str] = {}
-
-    # `Manifest.values`, encoded by `encoding.pack`.
-    values: Mapping[str, Any] = {}
-
-
-class RankContents(NamedTuple):
-    """What one rank writes to a checkpoint. Nothing is copied yet."""
-
-    # The shards that this rank writes, by tensor name.
-    shards: Mapping[str, LocalShard]
-
-    # Of other ranks it is not used.
-    of_rank0: Rank0Contents = Rank0Contents()
-
-    # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
-    copy_later: Collection[str] = ()

@@ -1,4 +1,7 @@
-"""Whether to save after a step. This is the only place that decides it.
+"""Whether to save after a step, and after the last one.
+
+Two saves do not ask here: the first one of a run that rewinds (`Rewinder.ensure_checkpoint`), and the second try of the
+last one (`engine/end.py`).
 
 Some reasons are known to one rank. It asks for the save in its control word, and acts only when all ranks have agreed:
 
@@ -7,8 +10,8 @@ Some reasons are known to one rank. It asks for the save in its control word, an
     `checkpoint.minutes`                  by the clock of rank 0
     another try after a save that failed  by the clock of rank 0
 
-Others are known to all ranks: `checkpoint.every`, an evaluation that is the best so far (`checkpoint.best`), a
-preemption, and the end of the run.
+Others are known to all ranks: `checkpoint.every`, an evaluation that is the best so far (`checkpoint.best`; the manager
+compares it), a preemption, and the end of the run.
 """
 
 from __future__ import annotations

@@ -68,14 +68,17 @@ class PendingSave:
         self._retry_at = math.inf
         self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
 
-        # What follows if a save fails, for the warning.
-        self.what_follows = CONTINUES
+        self._what_follows = CONTINUES  # if a save fails, for the warning
 
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
         self._last_time = time.monotonic()  # see `seconds_since_last`
 
-    def follow(self, save: Save) -> None:
+    def note_end(self, saves_again: bool) -> None:
+        """Note that no step follows, so that the warning about a save that fails says whether it is tried again."""
+        self._what_follows = SAVES_AGAIN if saves_again else ENDS
+
+    def note_begun(self, save: Save) -> None:
         """Take a save that has just begun for the one in flight. Call `settle` before it begins."""
         assert self.save is None, f"the save of step {self.save.step} is not settled"
         self.save = save
@@ -143,7 +146,7 @@ class PendingSave:
         if self.save is None:
             return False
 
-        self._follow_commit(self.save)
+        self._after_commit(self.save)
         return isinstance(self.save.outcome, SaveFailed)
 
     def settle(self) -> bool:
@@ -159,7 +162,7 @@ class PendingSave:
 
             # All files are written. Wait for the commit, which may still fail on rank 0.
             self.save.wait()
-            self._follow_commit(self.save)
+            self._after_commit(self.save)
             if self.abort_if_failed():
                 return True
 
@@ -204,7 +207,7 @@ class PendingSave:
 
         # The failure is logged here, once, with the reasons of all ranks.
         what = f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN"
-        self._log_event("warning", reason=f"{what}: {reason}. {self.what_follows}; {self._last_good()}")
+        self._log_event("warning", reason=f"{what}: {reason}. {self._what_follows}; {self._last_good()}")
         return True
 
     def _last_good(self) -> str:
@@ -219,9 +222,9 @@ class PendingSave:
     def close(self, timeout: float = 0.0) -> None:
         """Give the save `timeout` seconds to end, and log it if it is committed then. No save may follow."""
         if self.save is not None and self.save.wait(timeout):
-            self._follow_commit(self.save)
+            self._after_commit(self.save)
 
-    def _follow_commit(self, save: Save) -> None:
+    def _after_commit(self, save: Save) -> None:
         """Log the save once it is committed, and add metrics that came after its start.
 
         `abort_if_failed` logs failures, after all ranks have compared them.

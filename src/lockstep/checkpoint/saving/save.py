@@ -26,7 +26,7 @@ from rich.filesize import decimal as size_text
 from lockstep import faults
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.saving.commit import commit, tidy_up
-from lockstep.checkpoint.saving.context import Rank0Contents, RankContents, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import (
     AbortRequest,
@@ -38,6 +38,7 @@ from lockstep.checkpoint.saving.outcome import (
     as_text,
 )
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Copied, Snapshot
+from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.files import split
 from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.runtime.shards import LocalShard
@@ -67,7 +68,8 @@ class Saver:
     def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
         """Copy the contents, and write the copy in a thread, or at once. Some tensors may be copied in that thread.
 
-        `metrics`: the results of an evaluation of this step; {} if there was none.
+        `metrics`: the results of an evaluation of this step; {} if there was none. `Save.stall_s` is then the time that
+        this took; a caller who has waited for the save before adds that.
         """
         began = time.perf_counter()
         self._wait_for_last()
@@ -77,7 +79,7 @@ class Saver:
         self._last = save = Save(self._context, step, self._saves, layout.file_size, metrics)
 
         # Only this rank's own file counts: other ranks may have other disks, and may write much less or much more.
-        if save.has_room():
+        if not save.fail_if_full():
             later = contents.copy_later if self._context.checkpoint_config.asynchronous else ()
             save.write(self._snapshot.take(contents.shards, later), contents.of_rank0)
 
@@ -256,8 +258,8 @@ class Save:
 
     # ---- a save that fails ----
 
-    def has_room(self) -> bool:
-        """Return whether this rank's file fits on the disk. If not, the save has failed, and nothing is written."""
+    def fail_if_full(self) -> bool:
+        """Let the save fail if this rank's file does not fit on the disk. Return whether it has failed."""
         try:
             free = self.context.storage.free_bytes()
 
@@ -267,9 +269,9 @@ class Save:
                 raise SaveError(f"{self._no_room()}: {sizes}")
         except (OSError, SaveError) as error:
             self._fail(error)
-            return False
+            return True
 
-        return True
+        return False
 
     def _fail(self, error: BaseException) -> None:
         """Delete what this rank has written, report the failure to rank 0, and set the outcome."""

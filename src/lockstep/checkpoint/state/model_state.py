@@ -11,7 +11,7 @@ from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import FrozenDigests, digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
-from lockstep.checkpoint.state.reshard import different_model, read_into
+from lockstep.checkpoint.state.reshard import different_model_error, read_into
 from lockstep.checkpoint.state.tensor_names import aliases_by_key, aliases_in, frozen_names, is_extra, storage_key
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
@@ -111,7 +111,9 @@ class ModelState:
         try:
             return self.model.get_submodule(name)
         except AttributeError:
-            raise different_model(f"the module {name!r}, which had extra state, is missing in this model") from None
+            raise different_model_error(
+                f"the module {name!r}, which had extra state, is missing in this model"
+            ) from None
 
     def _check_frozen(self, saved_digests: dict[str, str], advice: str) -> None:
         """Check that frozen parameters of which the checkpoint holds only a digest have the same bits now."""
@@ -141,7 +143,7 @@ class ModelState:
             if missing
         ]
         if descriptions:
-            raise different_model("; ".join(descriptions))
+            raise different_model_error("; ".join(descriptions))
 
     # ---- both ----
 
@@ -162,7 +164,7 @@ def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: Check
     for name in saved:
         before, now = reader.shape(weight_name(name)), tuple(state[name].shape)
         if before != now:
-            raise different_model(f"{name!r} has shape {before} in the checkpoint and {now} in this model")
+            raise different_model_error(f"{name!r} has shape {before} in the checkpoint and {now} in this model")
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
@@ -173,4 +175,4 @@ def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: Checkpo
         if aliases_now.get(name) != aliases_before.get(name):
             here, there = "in this model", "in the checkpoint"
             tied, untied = (here, there) if name in aliases_now else (there, here)
-            raise different_model(f"{name!r} is tied to another parameter {tied}, but not {untied}")
+            raise different_model_error(f"{name!r} is tied to another parameter {tied}, but not {untied}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
-from lockstep.checkpoint.state.reshard import different_model, read_state_like
+from lockstep.checkpoint.state.reshard import different_model_error, read_state_like
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
@@ -98,7 +98,7 @@ class OptimizerStates:
         """Restore the state of the parameters that this rank updates. Return descriptions of changed options."""
         if len(saved) != len(self.optimizers.all):
             saved_count = plural(len(saved), "optimizer")
-            raise different_model(f"the checkpoint has {saved_count}, the task {len(self.optimizers.all)}")
+            raise different_model_error(f"the checkpoint has {saved_count}, the task {len(self.optimizers.all)}")
 
         return [change for number, state in enumerate(saved) for change in self._restore(number, state, reader)]
 
@@ -147,7 +147,9 @@ class OptimizerStates:
         current = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
         differing = current ^ {name for group in saved["params"] for name in group}
         if differing:
-            raise different_model(f"optimizer {number} does not hold the same parameters, such as {min(differing)!r}")
+            raise different_model_error(
+                f"optimizer {number} does not hold the same parameters, such as {min(differing)!r}"
+            )
 
     def _read(self, saved: JsonDict, reader: CheckpointReader) -> JsonDict:
         # The compensation (the rounding errors of bfloat16 parameters) is dropped if this run does not add it back.

@@ -101,7 +101,7 @@ def read_into(target: Tensor, name: str, reader: CheckpointReader) -> None:
     shard = shard_of(target)
     saved = reader.shape(name)
     if saved != shard.full_shape:
-        raise different_model(f"{name!r} has shape {saved} in the checkpoint and {shard.full_shape} in this run")
+        raise different_model_error(f"{name!r} has shape {saved} in the checkpoint and {shard.full_shape} in this run")
 
     with torch.no_grad():
         shard.local.copy_(reader.read_slice(name, shard.offset, shard.local.shape))
@@ -131,7 +131,7 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
     return dtensor_by_rows(reader.read(name), parameter, shape, replicate=True)
 
 
-def different_model(found: str) -> UserError:
+def different_model_error(found: str) -> UserError:
     """Return the error for a checkpoint of another model. `found` is the first difference."""
     return UserError(
         "the model differs from the model in the checkpoint",

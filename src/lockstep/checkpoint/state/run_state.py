@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import Rank0Contents, RankContents
+from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.loop_state import LoopState
@@ -177,13 +177,13 @@ class RunState:
         tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
         optimizers = self._optimizer_states.capture(tensors)
-        states, stateful = self._capture_stateful(tensors, {"data": self.source, **self.registered})
+        states, encoded = self._capture_stateful(tensors, {"data": self.source, **self.registered})
 
         # The keys are part of the file format (see CONTRIBUTING).
         json_state: JsonDict = {
             "model": model,
             "optimizers": optimizers,
-            "stateful": stateful,
+            "stateful": encoded,
             "required": sorted(name for name in self.registered.required if states[name]),
         }
         return CapturedState(tensors, aliases, json_state, states)
@@ -228,17 +228,17 @@ class RunState:
     def restore(
         self,
         reader: CheckpointReader,
-        values: Mapping[str, Any],
         changed_settings: Sequence[Change] = (),
         rewinds: bool = False,
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
-        Raise a UserError if a different run was saved. `values`: the values of the manifest.
-        `rewinds`: whether this process has trained before, so that its objects may have state that must go.
-        Return descriptions of changes since the save that are not in `changed_settings`.
+        Raise a UserError if a different run was saved. `rewinds`: whether this process has trained before, so that its
+        objects may have state that must go. Return descriptions of changes since the save that are not in
+        `changed_settings`.
         """
         require_values(reader, "state")
+        values = reader.manifest.values
         with _noted(reader), reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings, rewinds)
             self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))

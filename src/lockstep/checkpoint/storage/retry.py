@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lockstep.errors import UserError, printable
+from lockstep.errors import UserError, message_of, printable
 
 if TYPE_CHECKING:
     from lockstep.runtime.context import Runtime
@@ -143,12 +143,12 @@ def run_on_all_ranks(gather: Gather, act: Callable[[], Any], problem: str, fix: 
     try:
         found = act()
     except OSError as error:
-        failed = str(error)
+        failed = message_of(error)
         failed_errno = error.errno
 
     # A rank that fails takes part as well: the others would wait for it.
     answers = gather([found, failed, failed_errno])
-    failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(answers) if why]
+    failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(answers) if why is not None]
     if failures:
         errnos = {number for _, _, number in answers}
         raise _storage_error(problem, "; ".join(failures), fix, errnos)

@@ -6,6 +6,7 @@ checkpoint, and the next start does the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Literal
 
@@ -51,8 +52,9 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
     """
     put_back_replaced(storage)
     storage.delete_old_temporaries()
-    with suppress(OSError):
-        delete_replaced(storage, token)
+
+    # What cannot be deleted now is deleted after the next commit.
+    delete_replaced(storage, token)
 
     for name in storage.folders():
         if token_in(name) not in (None, token):
@@ -125,13 +127,23 @@ def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
 
     The next start deletes what other attempts have left.
     """
+    names = [name for name in storage.folders() if is_half_deleted(name) and token_in(name) == token]
+    return _for_each(names, storage.delete)
+
+
+def delete_checkpoints(storage: CheckpointStorage, names: Iterable[str], token: str) -> OSError | None:
+    """Delete several checkpoints, as `delete_checkpoint` does. Return the first error, if there is one."""
+    return _for_each(names, lambda name: delete_checkpoint(storage, name, token))
+
+
+def _for_each(names: Iterable[str], delete: Callable[[str], None]) -> OSError | None:
+    """Call `delete` for each name, and return its first error: what cannot be deleted must not keep the others."""
     failed = None
-    for name in storage.folders():
-        if is_half_deleted(name) and token_in(name) == token:
-            try:
-                storage.delete(name)
-            except OSError as error:
-                failed = failed or error
+    for name in names:
+        try:
+            delete(name)
+        except OSError as error:
+            failed = failed or error
 
     return failed
 
@@ -173,9 +185,7 @@ def put_back_replaced(storage: CheckpointStorage) -> None:
                 raise
 
 
-def delete_replaced(storage: CheckpointStorage, token: str) -> None:
-    """Delete the checkpoints whose replacement is committed. Raise OSError."""
+def delete_replaced(storage: CheckpointStorage, token: str) -> OSError | None:
+    """Delete the checkpoints whose replacement is committed. Return the first error, if there is one."""
     folders = storage.folders()
-    for name in folders:
-        if name_before_replaced(name) in folders:
-            delete_checkpoint(storage, name, token)
+    return delete_checkpoints(storage, [name for name in folders if name_before_replaced(name) in folders], token)
