@@ -284,7 +284,7 @@ class Agent:
         # The ranks were killed long ago and have no process any more, but the zygote has not reported it: it is halted,
         # or it stalls.
         if current and current.ranks and current.seconds_since_kill > RANKS_KILL_S and not current.any_process_left:
-            self._zygote.kill_zygote()
+            self._zygote.kill_zygote(f"did not report within {RANKS_KILL_S:.0f} s that its killed ranks had ended")
 
         if not self._zygote.alive and not self._cannot_import:
             self._replace_zygote()

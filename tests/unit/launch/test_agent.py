@@ -260,8 +260,8 @@ class FakeZygote(SimpleNamespace):
     def poll(self):
         return []
 
-    def kill_zygote(self):
-        self.alive = False
+    def kill_zygote(self, why):
+        self.alive, self.how_it_ended = False, why
 
     def close(self):
         self.alive = False
@@ -300,6 +300,7 @@ def test_a_rank_that_is_slow_to_die_is_not_gone_and_its_zygote_is_not_to_blame(s
     die(process)
     lost, gone = agent.poll()
     assert isinstance(lost, NodeFailed)
+    assert lost.why.endswith("did not report within 5 s that its killed ranks had ended")
     assert gone == RanksGone(0)
     assert agent._zygote is not first
 
