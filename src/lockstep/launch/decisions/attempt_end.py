@@ -104,6 +104,24 @@ class AttemptEnd:
         """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
         self._state.decided = after_request(self._next_attempt.situation(now), self._state.decided_end)
 
+    def end_with_nothing_to_save(self, now: float) -> None:
+        """Kill ranks that were asked to save before any of them has ended a step."""
+        attempt = self._state.attempt
+        assert attempt is not None, "there are ranks to kill"
+        attempt.had_nothing_to_save = True
+        self.follow_request(now)
+        self._kill_order.give(now)
+
+    def call_off_next_attempt(self, now: float) -> None:
+        """Follow a signal that comes while no rank trains: no other attempt starts."""
+        before = self._state.decided
+        self.follow_request(now)
+
+        # A restart may have been announced.
+        decided = self._state.decided
+        if isinstance(decided, End) and decided != before:
+            self._state.outbox.announce(f"not restarted: {decided.reason}. {self._state.how_to_resume}")
+
     def end_at_once(self, now: float) -> None:
         """End the job after a second Ctrl-C, without a save."""
         self._state.decided = after_second_ctrl_c(self._next_attempt.situation(now))

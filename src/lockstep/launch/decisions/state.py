@@ -59,6 +59,8 @@ class JobState:
         """Note what the checkpoints show now."""
         self.checkpoints = checkpoints
         self.restarts.note_checkpoint(checkpoints.newest_step)
+        if self.attempt is not None:
+            self.attempt.note_newest_step(checkpoints.newest_step)
 
     def enter(self, status: JobStatus, deadline: float = math.inf) -> None:
         """Change the status, which may last until `deadline`."""

@@ -227,8 +227,7 @@ class JobStateMachine:
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stall; called about once a second. Ranks that have nothing to save are killed at once."""
         if self._save_requests.nothing_to_save:
-            self._attempt_end.follow_request(now)
-            self._kill_order.give(now)
+            self._attempt_end.end_with_nothing_to_save(now)
         else:
             self._hang_check.check(now)
 
@@ -251,7 +250,7 @@ class JobStateMachine:
                 self._save_requests.ask_ranks(now)
 
             case JobStatus.JOIN | JobStatus.KILL:
-                self._attempt_end.follow_request(now)
+                self._attempt_end.call_off_next_attempt(now)
 
             case JobStatus.SAVE_AND_EXIT | JobStatus.OVER:
                 pass  # the ranks save already, and what follows depends on how they end
