@@ -56,7 +56,7 @@ class Attempt:
 
         # Set when the first rank fails: the time at which we pick the root failure. Earlier failures may arrive until
         # then.
-        self.root_failure_at = math.inf
+        self.choose_root_at = math.inf
 
         # Set when the ranks were asked to save before any of them had ended a step, and are killed for that.
         self.had_nothing_to_save = False
@@ -91,8 +91,8 @@ class Attempt:
         return not all(rank_exit.clean for rank_exit in self.exits.values())
 
     @property
-    def any_died_by_itself(self) -> bool:
-        """Whether some rank has died for a reason that no other rank can have caused."""
+    def any_ended_from_outside(self) -> bool:
+        """Whether some rank was ended from outside, which no other rank can have caused."""
         return any(rank_exit.likelihood_of_peer is Likelihood.IMPOSSIBLE for rank_exit in self.exits.values())
 
     @property

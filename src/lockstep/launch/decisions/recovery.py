@@ -157,14 +157,14 @@ def after_failure(failure: Failure, situation: Situation) -> Decision:
     return Restart(longer_timeouts=situation.reached_timeout)
 
 
-def after_request(situation: Situation, decided_end: End | None = None) -> Decision:
+def after_request(situation: Situation, final_end: End | None = None) -> Decision:
     """Return what follows when the ranks were asked to save and exit, by a signal, a resize or a new node.
 
-    `decided_end`: the end that was decided already, while ranks are being killed.
+    `final_end`: the one that was decided already, while ranks are being killed.
     """
     # A job that has failed has an exit code of its own, which a signal must not change.
-    if decided_end is not None:
-        return decided_end
+    if final_end is not None:
+        return final_end
 
     if not situation.preempt_signal:
         return Continue()

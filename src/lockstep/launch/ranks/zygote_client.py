@@ -52,11 +52,10 @@ class ZygoteClient:
         # Whether its imports are done. Until then requests wait here, with their file descriptors.
         self.ready = False
         self._imports_too_long = False
+        self._unsent: list[tuple[bytes, list[int]]] = []
 
         # Why it was killed here, as a verb phrase; empty if it was not.
         self._why_killed = ""
-
-        self._unsent: list[tuple[bytes, list[int]]] = []
 
         # How many requests were sent and not answered yet, and since when the zygote could have answered the first of
         # them: since it was sent, since the imports were done, or since the last answer. A slow zygote is killed.
@@ -275,7 +274,10 @@ class ZygoteClient:
         if self._exit_code < 0:
             return f"was killed by {signal_name(-self._exit_code)}{when}"
 
-        return f"exited{when or f' with code {self._exit_code}'}; the error is on that node's terminal"
+        if self.ready:
+            return f"exited with code {self._exit_code}"
+
+        return "exited while importing; the error is on that node's terminal"
 
     @property
     def _exit_code(self) -> int:

@@ -121,7 +121,7 @@ def test_the_rules_for_failures(failure, situation, decision):
         (replace(SAVED, **ASKED, attempt=AttemptFacts(has_saved=True, save_outcome="failed")), {}, EndPreempted()),
         (UNSAVED, {}, Continue()),
         (replace(UNSAVED, **ASKED), {}, EndPreempted()),
-        (replace(SAVED, **ASKED), {"decided_end": FAILED}, FAILED),
+        (replace(SAVED, **ASKED), {"final_end": FAILED}, FAILED),
     ],
 )
 def test_the_rules_for_requests(situation, arguments, decision):

@@ -715,7 +715,7 @@ def test_a_stop_request_after_ranks_that_had_nothing_to_save_were_killed_loses_n
     stage.tick(3.1)
     stage.beat(starting(0))
     stage.join(1)
-    stage.state_machine.check_for_hangs(stage.now)
+    stage.state_machine.kill_if_nothing_to_save(stage.now)
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1] == JobEnd(75)
@@ -1580,7 +1580,7 @@ def test_ranks_that_are_asked_to_save_before_their_first_step_has_ended_are_kill
     """A scheduler runs a job with code 75 again: it was only preempted."""
     stage.beat(starting(0), starting(1))
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
-    stage.state_machine.check_for_hangs(stage.now)
+    stage.state_machine.kill_if_nothing_to_save(stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
     assert "failed" not in stage.said
@@ -1597,7 +1597,7 @@ def test_nodes_that_join_during_the_first_step_do_not_end_the_job():
         for node in stage.state.attempt.nodes:
             stage.beat(starting(stage.state.attempt.ranks_on(node)[0]), node=node)
         stage.join(number)
-        stage.state_machine.check_for_hangs(stage.now)
+        stage.state_machine.kill_if_nothing_to_save(stage.now)
         stage.tick()
         assert stage.sent(Kill) == sorted(stage.state.attempt.nodes)
         assert "failed" not in stage.said
