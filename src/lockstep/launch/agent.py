@@ -6,6 +6,7 @@ It decides nothing. The coordinator's orders go in (`carry_out`), and messages f
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -22,7 +23,7 @@ from lockstep.launch.ranks.post_mortem import LocalRank, examine
 from lockstep.launch.ranks.rank_environment import rank_environment
 from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.ranks.zygote_client import ZygoteClient
-from lockstep.launch.times import RANKS_KILL_S
+from lockstep.launch.times import HEARTBEAT_S, RANKS_KILL_S
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
@@ -76,6 +77,9 @@ class Agent:
 
         # Whether the imports of a zygote have failed; those of a new zygote would fail as well.
         self._cannot_import = False
+
+        # When the next housekeeping is due, while ranks run.
+        self._housekeeping_due = -math.inf
 
         # The messages that the next `poll` returns.
         self._messages: list[ToCoordinator] = []
@@ -231,6 +235,7 @@ class Agent:
         if self._current is not None:
             current = self._current
             self._note_changes(current, [change for change in changes if change.attempt == current.attempt])
+            self._do_housekeeping(current)
 
         # The next zygote has no ranks yet, but the system may have refused its process: it tries again.
         if self._next_zygote is not None:
@@ -251,6 +256,7 @@ class Agent:
         """Note which ranks of this attempt have started or exited."""
         # The last heartbeat comes before the exits of ranks, and with it the settings, if nobody has read them yet.
         if any(change.is_exit for change in changes) and not current.was_killed:
+            self._collect_settings(current)
             self._messages.append(self.heartbeat())
 
         for change in changes:
@@ -284,7 +290,7 @@ class Agent:
         # The ranks were killed long ago and have no process any more, but the zygote has not reported it: it is halted,
         # or it stalls.
         if current and current.ranks and current.seconds_since_kill > RANKS_KILL_S and not current.any_process_left:
-            self._zygote.kill_zygote()
+            self._zygote.kill_zygote(f"did not report within {RANKS_KILL_S:.0f} s that its killed ranks had ended")
 
         if not self._zygote.alive and not self._cannot_import:
             self._replace_zygote()
@@ -307,22 +313,28 @@ class Agent:
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)
 
-    def heartbeat(self) -> NodeHeartbeat:
-        """Return the heartbeat of this node, with those of its ranks. Called about once a second."""
-        current = self._current
-        if current is None:
-            return NodeHeartbeat(attempt=self._started)
+    def _do_housekeeping(self, current: LocalRanks) -> None:
+        """Do what is due about once a second while ranks run."""
+        now = time.monotonic()
+        if now >= self._housekeeping_due:
+            self._housekeeping_due = now + HEARTBEAT_S
+            current.do_housekeeping()
+            self._collect_settings(current)
 
-        current.do_housekeeping()
-
-        # There is no view of a rank that died before its first heartbeat.
-        views = [view_of(rank, self.host, pid, current.folder) for rank, pid in current.pids.items()]
-
-        # They are sent once in each attempt, by the next `poll`.
+    def _collect_settings(self, current: LocalRanks) -> None:
+        """Send the task's settings, once in each attempt, when rank 0 has read them."""
         settings = current.take_settings()
         if settings is not None:
             self._messages.append(SettingsRead(settings))
 
+    def heartbeat(self) -> NodeHeartbeat:
+        """Return the heartbeat of this node, with those of its ranks."""
+        current = self._current
+        if current is None:
+            return NodeHeartbeat(attempt=self._started)
+
+        # There is no view of a rank that died before its first heartbeat.
+        views = [view_of(rank, self.host, pid, current.folder) for rank, pid in current.pids.items()]
         return NodeHeartbeat([view for view in views if view is not None], current.attempt)
 
     def sockets(self) -> list[socket.socket]:

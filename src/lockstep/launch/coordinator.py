@@ -92,7 +92,7 @@ class Coordinator:
         self._newcomers: list[int] = []  # nodes that were welcomed in this iteration, and have no state yet
         self._check_due = now
         self._heartbeat_due = now
-        self._end_sent = False  # whether the other nodes know that the job ends, while ranks are still killed
+        self._final_end_sent = False  # whether the other nodes know how the job ends, while ranks are still killed
         self._ending: JobEnd | None = None  # set by the last command
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
@@ -158,7 +158,6 @@ class Coordinator:
             return
 
         self._watch.note_iteration(now)
-        self._send_heartbeat()
 
         # What happened goes in first, so that the deadlines below are judged by all that is known.
         self._state_machine.note_checkpoints(self._watch.checkpoints)
@@ -166,10 +165,11 @@ class Coordinator:
         self._store.poll(now)
         self._poll_folder(now)
 
-        # Once a second take the heartbeat of this node, and look for ranks that stall.
+        # Once a second take the heartbeat of this node, and look for ranks that have nothing to save, or stall.
         if now >= self._check_due:
             self._check_due = now + HEARTBEAT_S
             self._state_machine.receive(COORDINATOR, self._agent.heartbeat(), now)
+            self._state_machine.kill_if_nothing_to_save(now)
             self._state_machine.check_for_hangs(now)
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
@@ -186,10 +186,9 @@ class Coordinator:
         """
         now = time.monotonic()
         # A successor must not restart a job that has failed, if this node is lost before its next heartbeat.
-        end_is_decided = self._state_machine.state.decided_end is not None
-        end_not_sent = end_is_decided and not self._end_sent
-        if now >= self._heartbeat_due or end_not_sent:
-            self._end_sent = end_is_decided
+        has_final_end = self._state_machine.state.final_end is not None
+        if now >= self._heartbeat_due or (has_final_end and not self._final_end_sent):
+            self._final_end_sent = has_final_end
             self._heartbeat_due = now + HEARTBEAT_S
             self._send_to_nodes(self.coordinator_state)
 
@@ -356,7 +355,7 @@ class Coordinator:
 
         starts: dict[int, Start] = {}
         for group_rank, (node, ranks) in enumerate(command.ranks_on.items()):
-            starts[node] = Start(command.attempt, ranks.start, len(ranks), world_size, group_rank, rendezvous)
+            starts[node] = Start(command.attempt_number, ranks.start, len(ranks), world_size, group_rank, rendezvous)
 
         # This node comes last: it starts its ranks at once, on a disk that may answer slowly.
         for node in sorted(starts, key=lambda node: node == COORDINATOR):

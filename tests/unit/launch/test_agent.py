@@ -260,8 +260,8 @@ class FakeZygote(SimpleNamespace):
     def poll(self):
         return []
 
-    def kill_zygote(self):
-        self.alive = False
+    def kill_zygote(self, why):
+        self.alive, self.how_it_ended = False, why
 
     def close(self):
         self.alive = False
@@ -300,6 +300,7 @@ def test_a_rank_that_is_slow_to_die_is_not_gone_and_its_zygote_is_not_to_blame(s
     die(process)
     lost, gone = agent.poll()
     assert isinstance(lost, NodeFailed)
+    assert lost.why.endswith("did not report within 5 s that its killed ranks had ended")
     assert gone == RanksGone(0)
     assert agent._zygote is not first
 
@@ -330,15 +331,21 @@ def test_a_report_about_an_earlier_attempt_is_not_about_the_rank_of_the_same_num
     assert agent._current.ranks[0].pid is None
 
 
+def polled(agent: Agent) -> list[Message]:
+    """What `poll` returns a second after the last time."""
+    agent._housekeeping_due = 0.0
+    return agent.poll()
+
+
 def test_the_settings_are_sent_once_in_each_attempt(slow_rank):
     agent, _ = slow_rank
     for attempt in range(2):
-        agent.heartbeat()
-        assert agent.poll() == []
+        assert polled(agent) == []
         (agent._current.folder / "settings.json").write_text('{"hang": {"least": 5.0}}')
-        agent.heartbeat()
-        agent.heartbeat()
-        assert agent.poll() == [SettingsRead({"hang": {"least": 5.0}})]
+        assert agent.heartbeat().attempt == attempt
+        assert agent.poll() == []  # a heartbeat sends nothing else
+        assert polled(agent) == [SettingsRead({"hang": {"least": 5.0}})]
+        assert polled(agent) == []
         agent.carry_out(replace(START, attempt=attempt + 1))
 
 

@@ -43,6 +43,10 @@ class Attempt:
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
 
+        # The lowest step that the newest checkpoint has had since then, None for no checkpoint: one that is damaged is
+        # set aside, and ranks then start from the one before it.
+        self._lowest_newest = started_from
+
         # The nodes that have not confirmed yet that they start their ranks, and the deadline for that.
         self.awaiting_start: set[int] = set()
         self.confirm_by = math.inf
@@ -52,7 +56,10 @@ class Attempt:
 
         # Set when the first rank fails: the time at which we pick the root failure. Earlier failures may arrive until
         # then.
-        self.root_failure_at = math.inf
+        self.choose_root_at = math.inf
+
+        # Set when the ranks were asked to save before any of them had ended a step, and are killed for that.
+        self.had_nothing_to_save = False
 
         self.watchdog = watchdog
 
@@ -84,8 +91,8 @@ class Attempt:
         return not all(rank_exit.clean for rank_exit in self.exits.values())
 
     @property
-    def any_died_by_itself(self) -> bool:
-        """Whether some rank has died for a reason that no other rank can have caused."""
+    def any_ended_from_outside(self) -> bool:
+        """Whether some rank was ended from outside, which no other rank can have caused."""
         return any(rank_exit.likelihood_of_peer is Likelihood.IMPOSSIBLE for rank_exit in self.exits.values())
 
     @property
@@ -101,17 +108,29 @@ class Attempt:
         outcomes: tuple[SaveOutcome, ...] = ("failed", "saved", "nothing")
         return next((save for save in outcomes if save in saves), None)
 
+    def note_newest_step(self, newest_step: int | None) -> None:
+        """Note the step of the newest checkpoint now; None if there is none."""
+        if self._lowest_newest is not None and (newest_step is None or newest_step < self._lowest_newest):
+            self._lowest_newest = newest_step
+
     def has_saved(self, newest_step: int | None) -> bool:
         """Return whether this attempt is known to have saved the newest checkpoint, which has this step."""
         if newest_step is None:
             return False
 
         # Ranks that were asked to exit have saved, perhaps at the very step that they started from.
-        return newest_step != self.started_from or self.save_outcome == "saved"
+        is_later = self._lowest_newest is None or newest_step > self._lowest_newest
+        return is_later or self.save_outcome == "saved"
 
     def facts(self, newest_step: int | None) -> AttemptFacts:
         """Return the facts on which a decision depends. `newest_step` is that of the newest checkpoint."""
-        return AttemptFacts(self.has_saved(newest_step), self.save_outcome, bool(self.finished))
+        save_outcome = self.save_outcome or ("nothing" if self.had_nothing_to_save else None)
+        return AttemptFacts(
+            was_started=True,
+            has_saved=self.has_saved(newest_step),
+            save_outcome=save_outcome,
+            any_finished=bool(self.finished),
+        )
 
     # ---- failures ----
 

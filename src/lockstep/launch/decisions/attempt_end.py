@@ -62,7 +62,7 @@ class AttemptEnd:
                 return
 
         # Then the attempt, which is over. A smaller micro-batch is asked for only a few times, so that does not count.
-        situation = replace(self._next_attempt.situation(now), reached_timeout=reached_timeout)
+        situation = replace(self._state.situation(now), reached_timeout=reached_timeout)
         state.decided = after_failure(failure, situation)
         if isinstance(state.decided, Restart) and not failure.traits.asks_for_smaller_micro_batch:
             state.restarts.count(now, reached_timeout)
@@ -102,11 +102,29 @@ class AttemptEnd:
 
     def follow_request(self, now: float) -> None:
         """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
-        self._state.decided = after_request(self._next_attempt.situation(now), self._state.decided_end)
+        self._state.decided = after_request(self._state.situation(now), self._state.final_end)
+
+    def end_with_nothing_to_save(self, now: float) -> None:
+        """Kill ranks that were asked to save before any of them has ended a step."""
+        attempt = self._state.attempt
+        assert attempt is not None, "there are ranks to kill"
+        attempt.had_nothing_to_save = True
+        self.follow_request(now)
+        self._kill_order.give(now)
+
+    def call_off_next_attempt(self, now: float) -> None:
+        """Follow a signal that comes while no rank trains: no other attempt starts."""
+        before = self._state.decided
+        self.follow_request(now)
+
+        # A restart may have been announced.
+        decided = self._state.decided
+        if isinstance(decided, End) and decided != before:
+            self._state.outbox.announce(f"not restarted: {decided.reason}. {self._state.how_to_resume}")
 
     def end_at_once(self, now: float) -> None:
         """End the job after a second Ctrl-C, without a save."""
-        self._state.decided = after_second_ctrl_c(self._next_attempt.situation(now))
+        self._state.decided = after_second_ctrl_c(self._state.situation(now))
         self._kill_order.give(now)
 
     def _node_situation(self, node: int | None) -> NodeSituation:

@@ -27,7 +27,7 @@ SUMMARIES = {
 class StartAttempt:
     """Start a new attempt, with these ranks on each node."""
 
-    attempt: int
+    attempt_number: int
     ranks_on: dict[int, range]
 
 
@@ -96,7 +96,9 @@ class Outbox:
     def record_resize(self, before: int, after: int) -> None:
         self.record_event("resize", **{"from": before, "to": after})
 
-    def announce_failure(self, failure: Failure, attempt: int | None, others: int, what_follows: str = "") -> None:
+    def announce_failure(
+        self, failure: Failure, attempt_number: int | None, others: int, what_follows: str = ""
+    ) -> None:
         """Announce a failure on the screens of all nodes, and record it as an event.
 
         `others` is the number of other ranks that end because of it.
@@ -123,7 +125,7 @@ class Outbox:
 
         # Events hold no log lines: the log itself stays in the run's folder.
         fields = {name: value for name, value in vars(failure).items() if name not in ("log", "traits")}
-        self.record_event("failure", attempt=attempt, **fields)
+        self.record_event("failure", attempt=attempt_number, **fields)
 
 
 class NodeNews:

@@ -20,7 +20,7 @@ from lockstep.launch.wire.messages import CollectStacks, Stacks
 class StackRequest:
     """A request to all nodes for the stacks of their ranks."""
 
-    attempt: int
+    attempt_number: int
     number: int
     deadline: float
     awaited: set[int]  # the nodes that have not answered
@@ -76,7 +76,7 @@ class HangCheck:
         """The request that is being answered; None if there is none, or if it is stale."""
         # Stale if its attempt is over or a rank has failed.
         request, attempt = self._stack_request, self._state.healthy_attempt
-        if request is None or attempt is None or request.attempt != attempt.number:
+        if request is None or attempt is None or request.attempt_number != attempt.number:
             return None
 
         return request
@@ -97,7 +97,7 @@ class HangCheck:
         if pending is None:
             return
 
-        if (message.attempt, message.request) == (pending.attempt, pending.number):
+        if (message.attempt, message.request) == (pending.attempt_number, pending.number):
             pending.answers.stacks |= message.stack_of
             pending.answers.collectives |= message.collectives_of
             pending.awaited.discard(node)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
-from lockstep.launch.job import COORDINATOR
 from lockstep.launch.times import NODES_KILL_S
 from lockstep.launch.wire.messages import Kill
 
@@ -39,14 +38,7 @@ class KillOrder:
         if self._state.status is JobStatus.KILL and not self._awaited:
             self._next_attempt.wait_for_nodes(now)
 
-    def deadline_passed(self, now: float) -> list[int]:
-        """Return the nodes that could not kill their ranks: the job goes on without them.
-
-        It ends if the coordinating node is one of them, because its ranks still hold the run folder.
-        """
-        if COORDINATOR in self._awaited:
-            problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
-            self._next_attempt.end_without_attempt(problem, now)
-            return []
-
+    @property
+    def overdue_nodes(self) -> list[int]:
+        """The nodes that have not reported that their killed ranks are gone, when the deadline has passed."""
         return sorted(self._awaited)

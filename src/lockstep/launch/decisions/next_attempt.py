@@ -6,14 +6,7 @@ import math
 
 from lockstep.errors import plural
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.recovery import (
-    AttemptFacts,
-    End,
-    EndPreempted,
-    Restart,
-    Situation,
-    if_none_can_start,
-)
+from lockstep.launch.decisions.recovery import End, EndPreempted, Restart, if_none_can_start
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
@@ -60,7 +53,7 @@ class NextAttempt:
             return math.inf
 
         # At the deadline the job no longer waits for more nodes than it needs.
-        ends = isinstance(self._state.decided, End | EndPreempted)
+        ends = self._state.end_is_decided
         return max(self._not_before, -math.inf if ends else min(self._state.nodes.ready_at, self._state.deadline))
 
     def tick(self, now: float) -> None:
@@ -91,15 +84,15 @@ class NextAttempt:
 
     def end_if_too_few(self, now: float) -> None:
         """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
-        shortage = self._shortage
+        shortage = self._state.shortage
         if self._state.status is JobStatus.JOIN and shortage:
             self.end_without_attempt(shortage, now)
 
     def end_without_attempt(self, problem: str, now: float) -> None:
         """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
         state = self._state
-        if not isinstance(state.decided, End | EndPreempted):
-            state.decided = if_none_can_start(problem, self.situation(now))
+        if not state.end_is_decided:
+            state.decided = if_none_can_start(problem, state.situation(now))
             again = "started" if state.last_attempt_number is None else "restarted"
             state.outbox.announce(f"not {again}: {problem}. {state.how_to_resume}")
 
@@ -118,30 +111,6 @@ class NextAttempt:
 
             case _:
                 return False
-
-    # ---- whether an attempt can follow ----
-
-    def situation(self, now: float) -> Situation:
-        """Return the facts on which a decision depends."""
-        state, attempt = self._state, self._state.attempt
-        newest_step = state.checkpoints.newest_step
-
-        return Situation(
-            settings=state.settings,
-            newest_step=newest_step,
-            attempt=attempt.facts(newest_step) if attempt is not None else AttemptFacts(),
-            recent_restarts=state.restarts.recent(now),
-            restarts_in_a_row=state.restarts.in_a_row,
-            shortage=self._shortage,
-            preempt_signal=self._save_requests.signal,
-            first_after_resize=self._save_requests.first_after_resize,
-        )
-
-    @property
-    def _shortage(self) -> str | None:
-        """How many nodes are missing for another attempt, in words; None if there are enough."""
-        # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
-        return self._state.nodes.shortage if self._state.attempt is not None else None
 
     # ---- the start of an attempt ----
 

@@ -51,23 +51,23 @@ class RankExits:
 
         # The exit of a rank that failed earlier must arrive within this time.
         if not rank_exit.clean:
-            attempt.root_failure_at = min(attempt.root_failure_at, now + ROOT_WAIT_S[rank_exit.likelihood_of_peer])
+            attempt.choose_root_at = min(attempt.choose_root_at, now + ROOT_WAIT_S[rank_exit.likelihood_of_peer])
         elif rank_exit.save_outcome:
             self._save_requests.rank_exited_as_asked(now)
 
         if attempt.all_exited:
             self._all_exited(attempt, now)
         elif now >= self.due:
-            self.handle_root_failure(now)
+            self.follow_root_failure_if_sure(now)
 
     @property
     def due(self) -> float:
         """When the wait for the exit of an earlier failure is over; infinite if no rank has failed."""
         attempt = self._state.active_attempt
-        return math.inf if attempt is None else attempt.root_failure_at
+        return math.inf if attempt is None else attempt.choose_root_at
 
-    def handle_root_failure(self, now: float) -> None:
-        """Handle the failure of the rank that failed first, or wait: `tick` calls this again."""
+    def follow_root_failure_if_sure(self, now: float) -> None:
+        """Follow the failure of the rank that failed first, unless another cause may show: `tick` calls this again."""
         attempt = self._state.attempt
         assert attempt is not None
 
@@ -77,10 +77,10 @@ class RankExits:
     def _node_may_be_lost(self, attempt: Attempt, now: float) -> bool:
         """Return whether a node has gone quiet, whose loss may have caused the exception of a rank.
 
-        The node will answer, or count as lost. A rank that died by itself needs no such cause.
+        The node will answer, or count as lost. A rank that was ended from outside needs no such cause.
         """
         silence = self._state.nodes.longest_silence(self._state.nodes_of_attempt, now)
-        return silence > LATE_S and not attempt.any_died_by_itself
+        return silence > LATE_S and not attempt.any_ended_from_outside
 
     def _commit_is_near(self, attempt: Attempt, now: float) -> bool:
         """Return whether rank 0 may soon commit a checkpoint that all ranks have written.
@@ -88,7 +88,7 @@ class RankExits:
         The next attempt can start from it.
         """
         commits = 0 in attempt.running_ranks and self._state.checkpoints.commit_is_near(len(attempt.ranks))
-        return commits and now < attempt.root_failure_at + COMMIT_S
+        return commits and now < attempt.choose_root_at + COMMIT_S
 
     def _all_exited(self, attempt: Attempt, now: float) -> None:
         """End the job, or begin the next attempt: after a resize, or with a new node."""

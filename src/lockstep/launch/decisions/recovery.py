@@ -86,6 +86,7 @@ class NodeSituation:
 class AttemptFacts:
     """Facts about the attempt that ends. The defaults are for a coordinator that has started none."""
 
+    was_started: bool = False  # its ranks may have trained
     has_saved: bool = False  # it has saved a checkpoint
     save_outcome: SaveOutcome | None = None  # what became of the save of ranks that exited as they were asked to
     any_finished: bool = False  # some rank has ended with code 0
@@ -156,23 +157,26 @@ def after_failure(failure: Failure, situation: Situation) -> Decision:
     return Restart(longer_timeouts=situation.reached_timeout)
 
 
-def after_request(situation: Situation, decided_end: End | None = None) -> Decision:
+def after_request(situation: Situation, final_end: End | None = None) -> Decision:
     """Return what follows when the ranks were asked to save and exit, by a signal, a resize or a new node.
 
-    `decided_end`: the end that was decided already, while ranks are being killed.
+    `final_end`: the one that was decided already, while ranks are being killed.
     """
     # A job that has failed has an exit code of its own, which a signal must not change.
-    if decided_end is not None:
-        return decided_end
+    if final_end is not None:
+        return final_end
 
     if not situation.preempt_signal:
         return Continue()
 
-    # A signal may come before there is anything to save. If a save failed, there was.
-    if situation.attempt.save_outcome == "failed" and not situation.can_be_resumed:
+    # A signal may come before the first attempt. After that, training may be lost.
+    if not situation.attempt.was_started or situation.can_be_resumed:
+        return EndPreempted()
+
+    if situation.attempt.save_outcome == "failed":
         return _failed("the save failed, and there is no checkpoint")
 
-    return EndPreempted()
+    return _failed(_reason_by_signal(situation))
 
 
 def after_second_ctrl_c(situation: Situation) -> End:
@@ -199,7 +203,12 @@ def _end_as_asked(failure: Failure, situation: Situation) -> End | EndPreempted:
     if situation.can_be_resumed:
         return EndPreempted()
 
-    return _failed(f"the job was asked to save and exit ({situation.preempt_signal})", failure)
+    return _failed(_reason_by_signal(situation), failure)
+
+
+def _reason_by_signal(situation: Situation) -> str:
+    """Return why a job that was asked to end, and cannot be resumed, is not restarted."""
+    return f"the job was asked to save and exit ({situation.preempt_signal})"
 
 
 def _end_without_nodes(problem: str, failure: Failure, situation: Situation) -> End:

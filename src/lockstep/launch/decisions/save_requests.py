@@ -13,33 +13,24 @@ from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
 
 
 class SaveRequests:
-    """Asks the ranks to save and exit, and remembers the signal that asks the whole job to end.
+    """Asks the ranks to save and exit, and notes the signal that asks the whole job to end."""
 
-    `inherited` is a signal that came before a takeover.
-    """
-
-    def __init__(self, state: JobState, inherited: str | None):
+    def __init__(self, state: JobState):
         self._state = state
-
-        # The first signal. From then on no attempt is started.
-        self.signal = inherited
 
         # When Ctrl-C was first typed, None if it was not, and the nodes that have received it. One that was typed
         # before a takeover is long ago, and its nodes are not known.
-        self._sigint_at: float | None = -math.inf if inherited == "SIGINT" else None
+        self._sigint_at: float | None = -math.inf if state.preempt_signal == "SIGINT" else None
         self._sigint_nodes: set[int] = set()
 
         # The step of the newest checkpoint when the ranks were asked to save: they have yet to save another one.
         self._newest_when_asked: int | None = None
 
-        # The last attempt before a resize: if the one after it fails, the job returns to its size.
-        self._before_resize: Attempt | None = None
-
     # ---- reasons to ask ----
 
     def note_signal(self, signal: str, node: int, now: float) -> bool:
         """Note a signal at a node. Return whether it is a second Ctrl-C; one that was sent to all nodes counts once."""
-        self.signal = self.signal or signal
+        self._state.preempt_signal = self._state.preempt_signal or signal
 
         # Schedulers send SIGTERM more than once, so a second SIGTERM means nothing new.
         if signal != "SIGINT":
@@ -68,7 +59,7 @@ class SaveRequests:
         bounds = nodes.rank_bounds
 
         # No other attempt will start.
-        if self.signal or self._state.decided_end:
+        if self._state.preempt_signal or self._state.final_end:
             outbox.announce(f"not resized to {plural(ranks, 'rank')}: the job is ending")
             return
 
@@ -89,7 +80,7 @@ class SaveRequests:
 
         # The size of this attempt is known to work, if there is one.
         if self._state.attempt is not None:
-            self._before_resize = self._state.attempt
+            self._state.before_resize = self._state.attempt
 
         # Nodes can import torch for the new ranks while the current ranks still save.
         for node, count in nodes.ranks_per_node.items():
@@ -98,22 +89,13 @@ class SaveRequests:
         if self._state.status is JobStatus.RUN:
             self.ask_ranks(now)
 
-    @property
-    def first_after_resize(self) -> bool:
-        """Whether the newest attempt is the first one after a resize, on the same nodes as before it."""
-        before, state = self._before_resize, self._state
-        if before is None or state.last_attempt_number != before.number + 1:
-            return False
-
-        return before.counts.keys() == state.nodes.ranks_per_node.keys()
-
     def undo_resize(self) -> None:
         """Return to the size before the last resize, and say so."""
-        nodes, outbox, before = self._state.nodes, self._state.outbox, self._before_resize
+        nodes, outbox, before = self._state.nodes, self._state.outbox, self._state.before_resize
         assert before is not None
         failed = nodes.world_size
         nodes.ranks_per_node = dict(before.counts)
-        self._before_resize = None
+        self._state.before_resize = None
 
         ranks = nodes.world_size
         outbox.announce(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
@@ -127,13 +109,13 @@ class SaveRequests:
 
         attempt = self._state.attempt
         assert attempt is not None, "there are ranks to ask"
-        self._state.order(SaveAndExit(attempt.number, self.signal))
+        self._state.order(SaveAndExit(attempt.number, self._state.preempt_signal))
 
     def rank_exited_as_asked(self, now: float) -> None:
         """A rank has saved and exited, so the others must follow soon. If it was not asked here, the job ends."""
         # The scheduler has signalled the ranks directly, bypassing the launcher. They do not say which signal it was.
         if self._state.status is not JobStatus.SAVE_AND_EXIT:
-            self.signal = "SIGTERM"
+            self._state.preempt_signal = "SIGTERM"
             self._await_exits(now)
 
         # Ranks that save exit together, unless the signal came before the process group existed: then the rest
@@ -160,8 +142,8 @@ class SaveRequests:
         step = state.checkpoints.newest_step
 
         state.outbox.announce(f"{self._describe_end(step)}; to resume: {state.job.resume_command}")
-        state.outbox.record_event("preempted", signal=self.signal, step=step)
-        state.end(JobEnd(Preempted.code_of(self.signal)))
+        state.outbox.record_event("preempted", signal=state.preempt_signal, step=step)
+        state.end(JobEnd(Preempted.code_of(state.preempt_signal)))
 
     def _describe_end(self, newest_step: int | None) -> str:
         """Return whether the job has saved before its end. `newest_step` is that of the newest checkpoint."""

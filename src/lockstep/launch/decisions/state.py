@@ -7,7 +7,7 @@ import math
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.job_nodes import JobNodes
-from lockstep.launch.decisions.recovery import Decision, End
+from lockstep.launch.decisions.recovery import AttemptFacts, Decision, End, EndPreempted, Situation
 from lockstep.launch.decisions.status import ACTIVE, TRANSITIONS, JobStatus
 from lockstep.launch.job import Job, LauncherSettings
 from lockstep.launch.times import JOIN_S
@@ -31,6 +31,12 @@ class JobState:
         self.attempt: Attempt | None = None
         self.last_attempt_number = inherited.attempt
 
+        # The last attempt before a resize: if the one after it fails, the job returns to its size.
+        self.before_resize: Attempt | None = None
+
+        # The first signal that asks the whole job to end, perhaps before a takeover. From then on no attempt starts.
+        self.preempt_signal = inherited.preempt_signal
+
         # The restarts so far, the nodes that were dismissed, and what the checkpoints show.
         ahead = now - inherited.clock
         self.restarts = inherited.restarts.shift_clock(ahead)
@@ -51,14 +57,29 @@ class JobState:
             self.decided = End(inherited.ending, "that was decided before the coordinator was lost")
 
     @property
-    def decided_end(self) -> End | None:
-        """How the job ends when all ranks are gone, if it has failed; None otherwise."""
+    def decided_end(self) -> End | EndPreempted | None:
+        """How the job ends when all ranks are gone; None if no end is decided."""
+        return self.decided if isinstance(self.decided, End | EndPreempted) else None
+
+    @property
+    def end_is_decided(self) -> bool:
+        """Whether the job ends when all ranks are gone: no other attempt starts."""
+        return self.decided_end is not None
+
+    @property
+    def final_end(self) -> End | None:
+        """The decided end, if it has an exit code of its own, which no later signal changes; None otherwise.
+
+        A job that ends as preempted has none: its code is that of the signal.
+        """
         return self.decided if isinstance(self.decided, End) else None
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """Note what the checkpoints show now."""
         self.checkpoints = checkpoints
         self.restarts.note_checkpoint(checkpoints.newest_step)
+        if self.attempt is not None:
+            self.attempt.note_newest_step(checkpoints.newest_step)
 
     def enter(self, status: JobStatus, deadline: float = math.inf) -> None:
         """Change the status, which may last until `deadline`."""
@@ -105,9 +126,41 @@ class JobState:
         """The nodes that have ranks of this attempt, and still belong to the job."""
         return self.attempt.nodes & self.nodes.joined.keys() if self.attempt is not None else set()
 
+    @property
+    def first_after_resize(self) -> bool:
+        """Whether the newest attempt is the first one after a resize, on the same nodes as before it."""
+        before = self.before_resize
+        if before is None or self.last_attempt_number != before.number + 1:
+            return False
+
+        return before.counts.keys() == self.nodes.ranks_per_node.keys()
+
     def order(self, message: SaveAndExit | Kill | CollectStacks) -> None:
         """Send an order about this attempt to all nodes that have ranks of it."""
         self.outbox.send(self.nodes_of_attempt, message)
+
+    # ---- what a decision depends on ----
+
+    def situation(self, now: float) -> Situation:
+        """Return the facts on which a decision depends."""
+        newest_step = self.checkpoints.newest_step
+
+        return Situation(
+            settings=self.settings,
+            newest_step=newest_step,
+            attempt=self.attempt.facts(newest_step) if self.attempt is not None else AttemptFacts(),
+            recent_restarts=self.restarts.recent(now),
+            restarts_in_a_row=self.restarts.in_a_row,
+            shortage=self.shortage,
+            preempt_signal=self.preempt_signal,
+            first_after_resize=self.first_after_resize,
+        )
+
+    @property
+    def shortage(self) -> str | None:
+        """How many nodes are missing for another attempt, in words; None if there are enough."""
+        # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
+        return self.nodes.shortage if self.attempt is not None else None
 
     # ---- in words ----
 

@@ -31,7 +31,7 @@ from lockstep.launch.decisions.job_nodes import Node
 from lockstep.launch.decisions.kill_order import KillOrder
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
-from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
+from lockstep.launch.decisions.recovery import Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JobStatus
@@ -67,7 +67,7 @@ class JobStateMachine:
 
         # The parts, in the order in which they know each other: each gets those that it calls.
         self._state = JobState(job, checkpoints, now, last)
-        self._save_requests = SaveRequests(self._state, last.preempt_signal)
+        self._save_requests = SaveRequests(self._state)
         self._next_attempt = NextAttempt(self._state, self._save_requests, now, not_before)
         self._kill_order = KillOrder(self._state, self._next_attempt)
         self._attempt_end = AttemptEnd(self._state, self._save_requests, self._next_attempt, self._kill_order)
@@ -91,8 +91,8 @@ class JobStateMachine:
             restarts=state.restarts,
             dismissals=state.dismissals,
             settings=state.settings.model_dump(),
-            preempt_signal=self._save_requests.signal,
-            ending=state.decided_end.ending if state.decided_end is not None else None,
+            preempt_signal=state.preempt_signal,
+            ending=state.final_end.ending if state.final_end is not None else None,
             clock=now,
         )
 
@@ -178,9 +178,9 @@ class JobStateMachine:
             return
 
         # The job had failed, or was asked to exit, and its ranks are gone by now: `NextAttempt` ends it.
-        decided = self._state.decided
-        if isinstance(decided, End | EndPreempted):
-            self._attempt_end.announce_failure(failure, f"not restarted: {decided.reason}")
+        end = self._state.decided_end
+        if end is not None:
+            self._attempt_end.announce_failure(failure, f"not restarted: {end.reason}")
             return
 
         self._attempt_end.follow_failure(failure, now)
@@ -189,9 +189,9 @@ class JobStateMachine:
 
     # ---- ranks end ----
 
-    def ranks_gone(self, node: int, attempt: int, now: float) -> None:
+    def ranks_gone(self, node: int, attempt_number: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
-        if attempt == self._state.last_attempt_number:
+        if attempt_number == self._state.last_attempt_number:
             self._kill_order.node_gone(node, now)
 
     def node_failed(self, node: int, message: NodeFailed, now: float) -> None:
@@ -225,12 +225,8 @@ class JobStateMachine:
             self._state.attempt.watchdog.configure(settings.hang)
 
     def check_for_hangs(self, now: float) -> None:
-        """Look for ranks that stall; called about once a second. Ranks that have nothing to save are killed at once."""
-        if self._save_requests.nothing_to_save:
-            self._attempt_end.follow_request(now)
-            self._kill_order.give(now)
-        else:
-            self._hang_check.check(now)
+        """Look for ranks that stall; called about once a second."""
+        self._hang_check.check(now)
 
     # ---- requests to save and exit ----
 
@@ -251,10 +247,15 @@ class JobStateMachine:
                 self._save_requests.ask_ranks(now)
 
             case JobStatus.JOIN | JobStatus.KILL:
-                self._attempt_end.follow_request(now)
+                self._attempt_end.call_off_next_attempt(now)
 
             case JobStatus.SAVE_AND_EXIT | JobStatus.OVER:
                 pass  # the ranks save already, and what follows depends on how they end
+
+    def kill_if_nothing_to_save(self, now: float) -> None:
+        """Kill ranks that were asked to save, and have nothing to save; called about once a second."""
+        if self._save_requests.nothing_to_save:
+            self._attempt_end.end_with_nothing_to_save(now)
 
     def resize_requested(self, ranks: int, now: float) -> None:
         """`lockstep resize` asks for another number of ranks."""
@@ -279,7 +280,7 @@ class JobStateMachine:
         # A rank that has failed explains everything else, so nothing else is looked at, even while `RankExits` waits
         # for an earlier failure.
         if now >= self._rank_exits.due:
-            self._rank_exits.handle_root_failure(now)
+            self._rank_exits.follow_root_failure_if_sure(now)
             return
 
         # Then the stacks of ranks that stall. They come before the deadline, which may be what they were collected for.
@@ -301,8 +302,20 @@ class JobStateMachine:
                 self._hang_check.grace_is_over(now)
 
             case JobStatus.KILL:
-                for node in self._kill_order.deadline_passed(now):
-                    self.node_lost(node, f"its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
+                self._go_on_without_overdue(now)
 
             case JobStatus.JOIN | JobStatus.RUN | JobStatus.OVER:
                 pass  # `NextAttempt` has acted on that of JOIN, and the others have none
+
+    def _go_on_without_overdue(self, now: float) -> None:
+        """Go on without the nodes whose killed ranks did not end in time."""
+        overdue = self._kill_order.overdue_nodes
+        late = f"did not end within {NODES_KILL_S:.0f} s"
+
+        # The ranks of the coordinating node still hold the run folder.
+        if COORDINATOR in overdue:
+            self._next_attempt.end_without_attempt(f"killed ranks on this machine {late}", now)
+            return
+
+        for node in overdue:
+            self.node_lost(node, f"its killed ranks {late}", now)

@@ -54,6 +54,9 @@ class ZygoteClient:
         self._imports_too_long = False
         self._unsent: list[tuple[bytes, list[int]]] = []
 
+        # Why it was killed here, as a verb phrase; empty if it was not.
+        self._why_killed = ""
+
         # How many requests were sent and not answered yet, and since when the zygote could have answered the first of
         # them: since it was sent, since the imports were done, or since the last answer. A slow zygote is killed.
         self._unanswered = 0
@@ -150,6 +153,8 @@ class ZygoteClient:
                 # Both parts together may take that long. 0 would mean a socket that does not wait at all.
                 self._socket.settimeout(max(give_up_at - time.monotonic(), 0.001))
                 self._socket.sendall(data[sent:])
+            except TimeoutError:
+                self.kill_zygote(f"did not take a request within {HELD_UP_S:.0f} s")
             except OSError:
                 self.alive = False
             finally:
@@ -176,7 +181,8 @@ class ZygoteClient:
         timeout = ANSWER_S if self.ready else READY_S
         if self.alive and self._awaits_answer and time.monotonic() - self._since > timeout:
             self._imports_too_long = not self.ready
-            self.kill_zygote()
+            what = "answer a request" if self.ready else "finish its imports"
+            self.kill_zygote(f"did not {what} within {timeout:.0f} s")
 
         return changes
 
@@ -214,11 +220,15 @@ class ZygoteClient:
 
     # ---- its end ----
 
-    def kill_zygote(self) -> None:
-        """Kill the zygote, and with it the ranks that it forked: the kernel kills them (`die_with_parent`)."""
+    def kill_zygote(self, why: str) -> None:
+        """Kill the zygote, and with it the ranks that it forked: the kernel kills them (`die_with_parent`).
+
+        `why`: a verb phrase, for `how_it_ended`.
+        """
         if self._process is not None:
             self._process.kill()
 
+        self._why_killed = why
         self.alive = False
 
     def close(self) -> None:
@@ -235,7 +245,7 @@ class ZygoteClient:
         try:
             self._process.wait(timeout=ZYGOTE_END_S if self.ready or self._lines.ended else 0.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill_zygote(self._why_killed or f"closed its connection, and did not end within {ZYGOTE_END_S:.0f} s")
             self._process.wait()
 
     # ---- after its end ----
@@ -257,16 +267,17 @@ class ZygoteClient:
         if self.refusal is not None:
             return f"could not be started within {self._patience:.0f} s: {self.refusal.strerror or self.refusal}"
 
+        if self._why_killed:
+            return self._why_killed
+
+        when = "" if self.ready else " while importing"
+        if self._exit_code < 0:
+            return f"was killed by {signal_name(-self._exit_code)}{when}"
+
         if self.ready:
-            return "died"
+            return f"exited with code {self._exit_code}"
 
-        if self._imports_too_long:
-            return f"did not finish its imports within {READY_S:.0f} s"
-
-        if self._exit_code >= 0:
-            return "exited while importing; the error is on that node's terminal"
-
-        return f"was killed by {signal_name(-self._exit_code)} while importing"
+        return "exited while importing; the error is on that node's terminal"
 
     @property
     def _exit_code(self) -> int:

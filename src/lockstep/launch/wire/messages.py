@@ -256,7 +256,7 @@ class CoordinatorState(Message):
     dismissals: Dismissals = field(default_factory=Dismissals)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
-    ending: JobEnd | None = None  # how the job ends when all ranks are gone, if that is decided: it has failed
+    ending: JobEnd | None = None  # how the job ends when all ranks are gone, if no signal can change that
     clock: float = 0.0
 
     @property

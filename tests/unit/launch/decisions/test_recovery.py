@@ -107,14 +107,21 @@ def test_the_rules_for_failures(failure, situation, decision):
     ("situation", "arguments", "decision"),
     [
         (
-            replace(UNSAVED, **ASKED, attempt=AttemptFacts(save_outcome="failed")),
+            replace(UNSAVED, **ASKED, attempt=AttemptFacts(was_started=True, save_outcome="failed")),
             {},
             End(JobEnd(ExitCode.FAILED), SAVE_FAILED),
         ),
+        (
+            replace(UNSAVED, **ASKED, attempt=AttemptFacts(was_started=True)),
+            {},
+            End(JobEnd(ExitCode.FAILED), "the job was asked to save and exit (SIGTERM)"),
+        ),
+        (replace(UNSAVED, **ASKED, attempt=AttemptFacts(was_started=True, save_outcome="nothing")), {}, EndPreempted()),
+        (replace(SAVED, **ASKED, attempt=AttemptFacts(was_started=True)), {}, EndPreempted()),
         (replace(SAVED, **ASKED, attempt=AttemptFacts(has_saved=True, save_outcome="failed")), {}, EndPreempted()),
         (UNSAVED, {}, Continue()),
         (replace(UNSAVED, **ASKED), {}, EndPreempted()),
-        (replace(SAVED, **ASKED), {"decided_end": FAILED}, FAILED),
+        (replace(SAVED, **ASKED), {"final_end": FAILED}, FAILED),
     ],
 )
 def test_the_rules_for_requests(situation, arguments, decision):

@@ -170,6 +170,7 @@ def test_a_kill_stops_all_and_starts_all_again(stage):
 
 
 def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
+    stage.saved = 40
     stage.exit(1, -9)
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
@@ -287,6 +288,23 @@ def test_going_back_to_an_earlier_checkpoint_is_no_progress():
     stage.exit(0, 1)
     stage.tick(1.1)
     assert "not restarted: no checkpoint has been saved" in stage.said
+
+
+@pytest.mark.parametrize(
+    ("steps", "restarts"),
+    [((500, 400), False), ((500, 400, 450), True), ((500, None), False), ((500, None, 100), True), ((None, 10), True)],
+)
+def test_a_checkpoint_that_is_lost_is_not_one_that_was_saved(steps, restarts):
+    """The newest one was damaged and set aside: an error that repeats was restarted for that."""
+    stage = Stage(saved=steps[0])
+    stage.tick()
+    for stage.saved in steps:
+        stage.tick()
+
+    stage.exit(0, 1)
+    stage.tick(1.1)
+    assert ("restarting 2 ranks" in stage.said) is restarts
+    assert ("not restarted: no checkpoint has been saved" in stage.said) is not restarts
 
 
 @pytest.mark.parametrize("then", ["signal", "resize", "join"])
@@ -675,13 +693,32 @@ def test_a_second_interrupt_stops_at_once(stage):
     assert stage.tick() == [JobEnd(130)]
 
 
-def test_a_stop_request_between_two_attempts(stage):
-    stage.exit(1, -9)
-    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+@pytest.mark.parametrize(("saved", "code"), [(None, 1), (40, 75)])
+@pytest.mark.parametrize("first", ["kill", "signal"])
+def test_a_kill_and_a_stop_request_end_the_job_in_the_same_way_whichever_is_first(stage, first, saved, code):
+    """Without a checkpoint the code was 75 after the kill, and 1 after the signal."""
+    stage.saved = saved
+    events = [lambda: stage.exit(1, -9), lambda: stage.state_machine.preempt_requested("SIGTERM", stage.now)]
+    for event in events if first == "kill" else reversed(events):
+        event()
+
     stage.ranks_gone()
     stage.tick()
-    assert stage.of(JobEnd) == [JobEnd(75)]
+    assert [ending.code for ending in stage.of(JobEnd)] == [code]
     assert not stage.of(StartAttempt)
+    if saved is None:
+        assert "not restarted: the job was asked to save and exit (SIGTERM). To resume from" in stage.said
+
+
+def test_a_stop_request_after_ranks_that_had_nothing_to_save_were_killed_loses_nothing():
+    stage = nodes(1, 2, 1)
+    stage.tick(3.1)
+    stage.beat(starting(0))
+    stage.join(1)
+    stage.state_machine.kill_if_nothing_to_save(stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    stage.ranks_gone()
+    assert stage.tick()[-1] == JobEnd(75)
 
 
 def test_a_kill_after_a_stop_request_is_not_restarted(stage):
@@ -1543,7 +1580,7 @@ def test_ranks_that_are_asked_to_save_before_their_first_step_has_ended_are_kill
     """A scheduler runs a job with code 75 again: it was only preempted."""
     stage.beat(starting(0), starting(1))
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
-    stage.state_machine.check_for_hangs(stage.now)
+    stage.state_machine.kill_if_nothing_to_save(stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
     assert "failed" not in stage.said
@@ -1560,7 +1597,7 @@ def test_nodes_that_join_during_the_first_step_do_not_end_the_job():
         for node in stage.state.attempt.nodes:
             stage.beat(starting(stage.state.attempt.ranks_on(node)[0]), node=node)
         stage.join(number)
-        stage.state_machine.check_for_hangs(stage.now)
+        stage.state_machine.kill_if_nothing_to_save(stage.now)
         stage.tick()
         assert stage.sent(Kill) == sorted(stage.state.attempt.nodes)
         assert "failed" not in stage.said

@@ -13,7 +13,7 @@ import pytest
 import preloaded
 from lockstep.config.sections import HangConfig
 from lockstep.files import typed_json
-from lockstep.launch.failure import LauncherFailure
+from lockstep.launch.failure import FailureTraits, LauncherFailure
 from lockstep.launch.frames import line_of
 from lockstep.launch.hangs import watchdog
 from lockstep.launch.hangs.explanation import Evidence, explain
@@ -477,6 +477,18 @@ def test_ranks_that_have_ended_no_step_have_nothing_to_save():
     assert not watch.nothing_to_save({0, 1})
     watch.note_views(0, [starting[0], replace(starting[1], phase="commit")])  # of its first step
     assert not watch.nothing_to_save({0, 1})
+
+
+@pytest.mark.parametrize("name", ["gloo:all_reduce", "gloo:barrier"])
+def test_ranks_that_take_too_long_to_save_do_not_hang_and_will_not_repeat_it(name):
+    """With the traits of a deadlock, the job gave up the resize that had asked them to save."""
+    watch = Watchdog(HangConfig())
+    watch.note_views(0, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)])
+    reduces = entries(100, 101, done=False)
+    collectives = {0: [reduces[0], reduces[1] | {"profiling_name": name}], 1: reduces}
+    failure = watch.grace_exceeded({0: "node-a", 1: "node-a"}, "30 s", Answers({0: "", 1: ""}, collectives))
+    assert failure.noticed_as(LauncherFailure.GRACE_EXCEEDED)
+    assert failure.traits == FailureTraits()
 
 
 def test_many_odd_ranks_are_not_all_described():

@@ -280,7 +280,44 @@ def test_a_suspended_zygote_that_takes_no_requests_is_given_up_in_time(monkeypat
         client.fork(0, {"RANK": "0", zygote.ATTEMPT_FOLDER: str(tmp_path)}, {"long": "x" * 100_000}, None, lifeline)
     assert time.monotonic() - began < 10
     assert not client.alive
-    client.kill_zygote()
     client.close()
+    assert client.how_it_ended == "did not take a request within 0 s"
     os.close(lifeline)
     os.close(end)
+
+
+@pytest.fixture
+def ready():
+    """A zygote whose imports are done."""
+    client = ZygoteClient("json:dumps", (), os.environ)
+    until = time.monotonic() + 60
+    while not client.ready and time.monotonic() < until:
+        client.poll()
+        time.sleep(0.01)
+    yield client
+    client.close()
+
+
+def test_a_zygote_that_answers_no_request_did_not_die_by_itself(ready, monkeypatch, tmp_path):
+    """Its own launcher had killed it, and announced that it had died."""
+    monkeypatch.setattr(zygote_client, "ANSWER_S", 0.1)
+    os.kill(ready.pid, signal.SIGSTOP)
+    lifeline, end = os.pipe()
+    ready.fork(0, {"RANK": "0", zygote.ATTEMPT_FOLDER: str(tmp_path)}, {}, None, lifeline)
+    time.sleep(0.2)
+    ready.poll()
+    os.close(lifeline)
+    os.close(end)
+    assert not ready.alive
+    ready.close()
+    assert ready.how_it_ended == "did not answer a request within 0 s"
+
+
+def test_a_zygote_that_is_killed_is_announced_with_its_signal(ready):
+    os.kill(ready.pid, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while ready.alive and time.monotonic() < until:
+        ready.poll()
+        time.sleep(0.01)
+    ready.close()
+    assert ready.how_it_ended == "was killed by SIGKILL"
