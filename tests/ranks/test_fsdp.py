@@ -337,7 +337,38 @@ class Returning(Noting):
         return self.out(x).squeeze(-1) + 0.01 * notes["size"]
 
 
+class PoppingLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(self, x: Tensor, others: list[Tensor]) -> Tensor:
+        return super().forward(x) + others.pop()
+
+
+class UsedUp(Net):
+    """Gives each layer a list of its own, which the layer uses up; or all layers the same list."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PoppingLayer() for _ in range(2))
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x * self.out.weight.sum())
+        others = [x, 2 * x]
+        for layer in self.layers:
+            x = layer(x, others if self.shared else [x, 2 * x])
+        return self.out(x).squeeze(-1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-grads"])
+def test_a_list_that_several_blocks_shorten_is_refused(pool: Pool, strategy: str) -> None:
+    errors = pool.errors(fit, Regression(network=partial(UsedUp, True)), VALUES | {"strategy": strategy}, world=2)
+    assert_user_errors(errors, "'layers.0' changes a list", "strategy=ddp")
+
+
 TRAINED: dict[str, Any] = {
+    "used up": {"network": UsedUp},
     "attribute": {"network": partial(WithAux, KeepingAnAttribute), "predict": plus_aux},
     "buffer": {"network": partial(WithAux, KeepingABuffer), "predict": plus_aux},
     "late": {"network": partial(WithAux, KeepingLate), "predict": plus_aux},

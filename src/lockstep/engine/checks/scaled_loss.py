@@ -30,7 +30,7 @@ def check_not_scaled(loss: Any) -> None:
         if not issubclass(type(scaler), GradScaler):
             continue
 
-        scale = scaler._scale  # None until the first call of `scale`
+        scale = getattr(scaler, "_scale", None)  # None until the first call of `scale`; one that is off has none
         if isinstance(scale, Tensor) and scale.data_ptr() in places:
             raise UserError(
                 "step.backward got a loss that torch's GradScaler has scaled",

@@ -16,6 +16,7 @@ from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
 from lockstep.engine.log.micro_batches import advise, has_dropout, takes_batch_statistics
 from lockstep.errors import plural
+from lockstep.observe.notebook import kernel
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.activation_checkpointing import blocks_to_recompute
@@ -210,12 +211,13 @@ def _micro_batches(model: nn.Module, config: RunConfig, plan: Plan, mesh: Mesh) 
 
 def describe_own_loop(name: str, folder: RunFolder) -> str | None:
     """Return a line about the check that a custom loop does not have, in the first run of a script."""
-    script = os.path.relpath(sys.argv[0])
+    # Empty in a Python prompt; in a notebook it is the kernel's own file.
+    script = sys.argv[0] if kernel.shell() is None else ""
     others = [other for other in folder.path.parent.glob(f"{name}-*") if other != folder.path]
     if not script.endswith(".py") or others:
         return None
 
-    return f"the loss of this loop is not checked at its start: lockstep verify {script}"
+    return f"the loss of this loop is not checked at its start: lockstep verify {os.path.relpath(script)}"
 
 
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:

@@ -63,6 +63,9 @@ class ForwardChecks:
         self._reshards = config.strategy_record.reshard_after_forward
         self._steps = 0
         self._changed: list[Tensor] = []  # shards of the parameters that a forward has changed
+
+        # The caller's containers from whose copies a forward has removed entries, each with the error.
+        self._shortened: list[tuple[Any, UserError]] = []
         self._calls: list[_Call] = []
 
         for module in modules:
@@ -98,6 +101,7 @@ class ForwardChecks:
     def check_step(self) -> None:
         """Raise if the first step has shown something that FSDP loses."""
         if self.in_first_step:
+            self._shortened.clear()
             self._check_originals()
             self.check_unchanged()
             self._check_reduced()
@@ -116,6 +120,15 @@ class ForwardChecks:
     def note_call(self, call: _Call) -> None:
         if self._reshards:
             self._calls.append(call)
+
+    def note_shortened(self, container: Any, error: UserError) -> None:
+        """Raise the error if the container is given to another forward. A list of its own may be used up by a block."""
+        self._shortened.append((container, error))
+
+    def check_given(self, value: Any) -> None:
+        for container, error in self._shortened:
+            if value is container:
+                raise error
 
     def note_changed(self, shards: Sequence[Tensor]) -> None:
         self._changed += shards
@@ -160,7 +173,7 @@ class _Watch:
         self._checks = checks
         self._module = module
         self._start = 0  # the number of the forward's first node
-        self._copies: list[tuple[Any, dict[Any, Any]]] = []  # containers that FSDP has copied, and what was in them
+        self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []  # containers, FSDP's copies, and what was in them
         self._digests: list[Tensor] = []
 
         # The attributes of the module's own submodules: a sharded submodule has a watch of its own.
@@ -179,10 +192,11 @@ class _Watch:
         if self._checks.in_first_step:
             # In a pipeline the last micro-batch's backward may not have begun, and would end in an error of torch's.
             self._checks.check_unchanged()
-            known = {id(value) for value in _walk(passed)}
-            args, kwargs = received
-            inside = [value for argument in (*args, *kwargs.values()) for value in _walk(argument)]
-            self._copies = [(value, _items(value)) for value in inside if id(value) not in known and _items(value)]
+            pairs = list(zip(_inside(passed), _inside(received), strict=True))
+            for original, _ in pairs:
+                self._checks.check_given(original)
+
+            self._copies = [(a, b, items) for a, b in pairs if a is not b and (items := _items(b))]
             self._digests = self._digest()
 
     def after(self, output: Any) -> None:
@@ -218,18 +232,25 @@ class _Watch:
         """Raise if the forward changed the copy of a container and does not return it."""
         returned = {id(value) for value in _walk(output)}
         copies, self._copies = self._copies, []
-        for container, before in copies:
-            now = _items(container)
+        for original, copy, before in copies:
+            now = _items(copy)
             changed = [key for key in {**before, **now} if now.get(key, before) is not before.get(key, now)]
-            if changed and id(container) not in returned:
-                kind = type(container).__name__
-                raise UserError(
-                    f"{self._checks.name_of(self._module)} changes a {kind} that it is given, but "
-                    f"strategy={self._checks.strategy} gives it a copy: the change would be lost",
-                    f"it changes the entry {changed[0]!r}",
-                    f"return the {kind} from forward and use what is returned, or let forward change a copy of its "
-                    "own; or set strategy=ddp or strategy=zero1",
-                )
+            if not changed or id(copy) in returned:
+                continue
+
+            kind = type(copy).__name__
+            error = UserError(
+                f"{self._checks.name_of(self._module)} changes a {kind} that it is given, but "
+                f"strategy={self._checks.strategy} gives it a copy: the change would be lost",
+                f"it changes the entry {changed[0]!r}",
+                f"return the {kind} from forward and use what is returned, or let forward change a copy of its "
+                "own; or set strategy=ddp or strategy=zero1",
+            )
+            known = {id(value) for value in before.values()}
+            if len(now) < len(before) and all(id(value) in known for value in now.values()):
+                self._checks.note_shortened(original, error)
+            else:
+                raise error
 
     def _check_parameters(self) -> None:
         """Note the parameters that the forward has changed, also through `.data`."""
@@ -323,6 +344,12 @@ def _leaf_below(starts: Sequence[Any], number: int, leaves: Mapping[int, Tensor]
         pending.extend(following for following, _ in node.next_functions)
 
     return None
+
+
+def _inside(arguments: tuple[Any, Any]) -> list[Any]:
+    """Return all values in (args, kwargs)."""
+    args, kwargs = arguments
+    return [value for argument in (*args, *kwargs.values()) for value in _walk(argument)]
 
 
 def _walk(value: Any) -> Iterator[Any]:

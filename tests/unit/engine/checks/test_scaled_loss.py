@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from torch import Tensor
 
 import preloaded
 from lockstep.engine.checks.scaled_loss import check_not_scaled
+from lockstep.engine.log.banner import describe_own_loop
 from lockstep.errors import UserError
+from lockstep.observe.notebook import kernel
+from lockstep.run_folder.opened import RunFolder
 from pages import ROOT
 
 Scale = Callable[[Tensor], Any]
@@ -56,6 +61,9 @@ def test_a_scaled_loss_is_refused(wrapped: Callable[[Scale], Tensor]) -> None:
 
 
 def test_other_losses_pass() -> None:
+    off = torch.amp.GradScaler("cpu", enabled=False)  # it has no scale at all
+    check_not_scaled(off.scale(loss() * torch.tensor(2.0)))
+
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaled = scaler.scale(loss())  # of something that Lockstep does not train
     for other in (loss(), loss() * torch.tensor(1024.0), loss() * 1024, scaled.detach() + loss(), 1.0):
@@ -83,3 +91,12 @@ def test_a_loop_is_refused_and_told_about_verify_once(tmp_path: Path) -> None:
     done = train()
     assert done.returncode == 0, done.stdout + done.stderr
     assert first_line not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["", "-c", "ipykernel_launcher.py"])
+def test_a_loop_that_is_no_file_is_told_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In a prompt `sys.argv[0]` is empty, which has no path; in a notebook it is the file of the kernel."""
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(kernel, "shell", lambda: object() if name.endswith(".py") else None)
+    folder = SimpleNamespace(path=tmp_path / "loop-1")
+    assert describe_own_loop("loop", cast(RunFolder, folder)) is None
