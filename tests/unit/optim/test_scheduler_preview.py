@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -103,39 +104,87 @@ def test_nothing_but_the_copies_changes(kind: str) -> None:
     assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
 
 
-def test_the_object_of_a_method_is_not_copied() -> None:
-    class Task:
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise AssertionError("copied")
+def plateaus(step: int, bounds: tuple[int, ...] = (10, 30), *, factor: float = 0.5) -> float:
+    share = 1.0
+    for bound in bounds:
+        if step >= bound:
+            share = share * pow(factor, 1)
 
-        def share(self, step: int) -> float:
-            return 1 / (1 + step)
+    return max(0.01, math.sqrt(abs(round(share, 6))))
 
-    rates = previewed(lambda o: lr_scheduler.LambdaLR(o, Task().share))
-    assert rates.landmarks["end"] == pytest.approx(0.1 / STEPS)
+
+def test_functions_that_do_arithmetic_are_previewed() -> None:
+    warm_up, total = 5, STEPS
+    exp = math.exp
+    for function, end in (
+        (lambda step: min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * step / total)), None),
+        (lambda step: (1.0, 0.5, 0.25)[min(step // 20, 2)], 0.025),
+        (lambda step: exp(-step), 0.1 * math.exp(-49)),
+        (plateaus, 0.05),
+        (functools.partial(plateaus, bounds=(1,), factor=0.25), 0.05),
+        (math.cos, None),
+    ):
+        make = functools.partial(lr_scheduler.LambdaLR, lr_lambda=function)
+        rates = previewed(make)
+        assert end is None or rates.landmarks["end"] == pytest.approx(end)
 
 
 def test_what_may_have_an_effect_elsewhere_is_not_previewed() -> None:
     calls: dict[str, int] = {"n": 0}
+    shares = [1.0] * 100
+    left = iter(shares)
+    number = 0
 
     def counting(step: int) -> float:
         calls["n"] += 1
         return 1.0
 
+    def in_closure(step: int) -> float:
+        nonlocal number
+        number += 1
+        return 1.0
+
+    def generated(step: int) -> Any:
+        yield 1.0
+
+    def writing(step: int) -> float:
+        print(step)
+        return 1.0
+
     class Own(lr_scheduler.StepLR):
         pass
 
-    class Callable_:
+    class Shares:
         def __call__(self, step: int) -> float:
             return 1.0
 
-    for make in (
-        lambda o: lr_scheduler.LambdaLR(o, counting),
-        lambda o: lr_scheduler.LambdaLR(o, Callable_()),
-        lambda o: Own(o, 3),
-        lambda o: lr_scheduler.ReduceLROnPlateau(o),
-    ):
-        assert not can_be_previewed([made(make)[1]])
+        def share(self, step: int) -> float:
+            return 1.0
+
+    def exp(step: int) -> float:
+        return calls["n"]
+
+    functions: list[Any] = [
+        *(counting, in_closure, generated, writing, Shares(), Shares().share),
+        lambda step: next(left),
+        lambda step, left=left: next(left),
+        lambda step: random.random(),
+        lambda step: shares[step],
+        lambda step: exp(step),
+        lambda step: len(str(step)),
+        lambda step: sum(number for number in (1, 2)),
+        shares.__getitem__,
+        functools.partial(decay, rate=torch.ones(())),
+        functools.partial(shares.pop),
+        left.__next__,
+    ]
+    for function in functions:
+        scheduler = made(EVERY_KIND["LambdaLR"])[1]
+        scheduler.lr_lambdas = [function]
+        assert not can_be_previewed([scheduler]), function
+
+    assert not can_be_previewed([made(lambda o: Own(o, 3))[1]])
+    assert not can_be_previewed([made(lr_scheduler.ReduceLROnPlateau)[1]])
 
 
 def test_a_long_run_costs_no_more_than_a_short_one() -> None:
@@ -150,8 +199,8 @@ def test_a_long_run_costs_no_more_than_a_short_one() -> None:
     [
         # torch lets it be stepped once more than its number of steps.
         (lambda o: lr_scheduler.OneCycleLR(o, 0.1, epochs=2, steps_per_epoch=PER_EPOCH), 21),
-        (lambda o: lr_scheduler.LambdaLR(o, [1.0, 0.5, 0.25, 0.1].__getitem__), 4),
-        (lambda o: lr_scheduler.MultiplicativeLR(o, [1.0, 0.5, 0.25, 0.1].__getitem__), 4),
+        (lambda o: lr_scheduler.LambdaLR(o, lambda step: (1.0, 0.5, 0.25, 0.1)[step]), 4),
+        (lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: (1.0, 0.5, 0.25, 0.1)[step]), 4),
     ],
 )
 def test_the_first_step_that_fails_is_found(make: Callable[[Any], Any], step: int) -> None:
@@ -171,9 +220,8 @@ def sign(make: Callable[[Any], Any], steps: int = STEPS, per_epoch: int | None =
     ("make", "words"),
     [
         (lambda o: lr_scheduler.StepLR(o, 2), "StepLR(step_size=2)"),
-        (lambda o: lr_scheduler.MultiStepLR(o, [3, 4]), "milestones=[30, 40] would"),
+        (lambda o: lr_scheduler.MultiStepLR(o, [3, 4], gamma=1e-4), "milestones=[30, 40] would"),
         (lambda o: lr_scheduler.CosineAnnealingLR(o, 5), "T_max=50 would be"),
-        (lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2), "T_0=20 would"),
         (lambda o: lr_scheduler.PolynomialLR(o, 5), "total_iters=50 would"),
         (lambda o: sequential(o, 10), "T_max=50 would"),
         (lambda o: lr_scheduler.ExponentialLR(o, 0.5), "ExponentialLR looks as if"),
@@ -197,6 +245,49 @@ def test_small_steps_of_a_smooth_decay_are_not_named() -> None:
     # An epoch of one or two steps is no sign.
     assert sign(lambda o: lr_scheduler.CosineAnnealingLR(o, 25), per_epoch=2) == ""
     assert sign(lambda o: lr_scheduler.CosineAnnealingLR(o, 25), per_epoch=None) == ""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=500, T_mult=2),
+        lambda o: lr_scheduler.MultiStepLR(o, [500, 900]),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 1000),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 100),
+    ],
+)
+def test_a_number_of_steps_below_that_of_many_epochs_is_not_named(make: Callable[[Any], Any]) -> None:
+    assert sign(make, steps=8000, per_epoch=8) == ""
+
+
+def test_a_cosine_is_named_only_where_it_goes_up_and_down_in_most_of_the_run() -> None:
+    def between(o: Any) -> Any:
+        parts = [lr_scheduler.CosineAnnealingLR(o, 5), lr_scheduler.ConstantLR(o, 0.5, STEPS)]
+        return lr_scheduler.SequentialLR(o, parts, [5])
+
+    def alone(o: Any) -> Any:
+        return lr_scheduler.SequentialLR(o, [lr_scheduler.CosineAnnealingLR(o, 5)], [])
+
+    assert sign(between) == ""
+    assert "T_max=50 would" in sign(alone)
+    assert sign(lambda o: lr_scheduler.CosineAnnealingLR(o, 4)) == ""
+    assert "T_max=3000 would" in sign(lambda o: lr_scheduler.CosineAnnealingLR(o, 300), steps=3000)
+    assert sign(lambda o: lr_scheduler.CosineAnnealingLR(o, 301), steps=3010) == ""
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_group_is_no_sign(frozen: int) -> None:
+    def stops(step: int) -> float:
+        return 1.0 if step < 20 else 0.0
+
+    shares = [stops if number == frozen else lambda step: 1.0 for number in range(2)]
+    groups = [{"params": nn.Linear(2, 1).parameters(), "lr": rate} for rate in (0.1, 1e-8)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    real = lr_scheduler.LambdaLR(optimizer, shares)
+    rates = Preview([real], optimizer).look(STEPS)
+    assert isinstance(rates, Rates)
+    assert rates.landmarks["end"] == (0.0 if frozen == 0 else 0.1)
+    assert sign_of_epochs([real], rates, STEPS, PER_EPOCH) == ""
 
 
 class Points(lockstep.Task):
@@ -261,3 +352,62 @@ def test_a_run_that_may_end_earlier_is_only_warned(tmp_path: Path) -> None:
 
     lockstep.fit(Early(one_cycle(20)), run_dir=str(tmp_path / "run"), stop={"max_minutes": 5})
     assert any("cannot set the learning rate of step 22" in str(event) for event in events(tmp_path / "run"))
+
+
+def own_loop(
+    folder: Path, make: Callable[[Any], Any], stop: int | None = None, passes: int = 1, **settings: Any
+) -> list[float]:
+    """Train in a custom loop, on 64 samples, up to step `stop`, and return the rates."""
+    taken = []
+    with lockstep.start(run_dir=str(folder), log={"progress": "off"}, **settings) as run:
+        model: Any = nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer, _ = run.setup(model, optimizer, make(optimizer))
+        for step in run.steps(TensorDataset(torch.ones(64, 2)), passes=passes):
+            for _ in range(passes):
+                for (x,) in step:
+                    step.backward(model(x).square().sum(), weight=len(x))
+                step.apply()
+                taken.append(optimizer.param_groups[0]["lr"])
+            if step.number == stop:
+                run.stop("enough")
+
+    return taken
+
+
+def warnings_of(folder: Path) -> list[str]:
+    return [record["reason"] for record in events(folder) if record["event"] == "warning"]
+
+
+def test_a_function_that_uses_up_its_rates_has_all_of_them(tmp_path: Path) -> None:
+    shares = [0.5, *(1 - n / 20 for n in range(20))]
+    left = iter(shares)
+    # torch calls it in the constructor, for the first step.
+    rates = own_loop(tmp_path, lambda o: lr_scheduler.LambdaLR(o, lambda step: next(left)), steps=20, global_batch=8)
+    assert rates == pytest.approx([0.1 * share for share in shares[:20]])
+
+
+def test_a_loop_that_ends_itself_is_only_warned(tmp_path: Path) -> None:
+    rates = own_loop(tmp_path, one_cycle(10), stop=9, steps=1000, global_batch=8)
+    assert len(rates) == 10
+    assert any("cannot set the learning rate of step 12" in text for text in warnings_of(tmp_path))
+
+
+def test_a_resume_with_another_batch_size_is_judged_by_its_own_number_of_steps(tmp_path: Path) -> None:
+    def fit(batch: int, steps: int, **settings: Any) -> None:
+        values = {"epochs": 2, "global_batch": batch, "resume": "auto", "run_dir": str(tmp_path)}
+        lockstep.fit(Points(one_cycle(steps)), **(values | settings))
+
+    # Ten of twenty steps of 8, and then the second epoch in twenty steps of 4.
+    fit(8, 20, epochs=1)
+    with pytest.raises(UserError, match="step 27, and the run has 30 steps"):
+        fit(4, 25)
+    fit(4, 30)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 30
+
+
+def test_several_passes_over_a_step_are_not_looked_at_in_advance(tmp_path: Path) -> None:
+    rates = own_loop(tmp_path, one_cycle(40), passes=2, steps=20, global_batch=8)
+    assert len(rates) == 40
+    (start,) = [record for record in events(tmp_path) if record["event"] == "start"]
+    assert start["facts"]["learning rate"].endswith("then by OneCycleLR")

@@ -11,7 +11,7 @@ from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.config import RunConfig, flatten
+from lockstep.config import flatten
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import check_is_data, open_source
@@ -68,7 +68,10 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
     interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums(), MetricNames())
     stepper = _make_stepper(builder, trained, plan, interval)
-    foreseen = _look_ahead(stepper, plan, config)
+
+    # A new run is refused before it claims its folder. One that may resume has its number of steps only afterwards.
+    may_resume = builder.folder.start_from.will_load(has_checkpoint=True)
+    foreseen = [] if may_resume else _look_ahead(builder, stepper, plan)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
@@ -76,7 +79,9 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     resumed = checkpoints.resume()
     if resumed:
         plan = continue_plan(resumed, plan, source, stepper, config)
-        foreseen = _look_ahead(stepper, plan, config)
+
+    if may_resume:
+        foreseen = _look_ahead(builder, stepper, plan)
 
     for text in foreseen:
         builder.recorder.event("warning", reason=text)
@@ -230,10 +235,19 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
     return Stepper(context, trained.driver, trained.optimizers, rate, interval, parameters)
 
 
-def _look_ahead(stepper: Stepper, plan: Plan, config: RunConfig) -> list[str]:
+def _look_ahead(builder: RunBuilder, stepper: Stepper, plan: Plan) -> list[str]:
     """Return warnings about the learning rates of the steps to come. Raise if one of them cannot be set."""
-    may_end_early = config.stop.patience is not None or config.stop.max_minutes is not None
-    return stepper.learning_rate.look_ahead(plan.steps, plan.steps_per_epoch, may_end_early)
+    # Each pass over a step may step a scheduler, and it is known only afterwards how many did.
+    if builder.passes > 1:
+        return []
+
+    # A custom loop may end itself by `run.stop`.
+    stop = builder.config.stop
+    may_end_early = builder.task is None or stop.patience is not None or stop.max_minutes is not None
+
+    # After a resume with another batch size, the steps are of two sizes, and do not tell the number of epochs.
+    steps_per_epoch = None if plan.ahead else plan.steps_per_epoch
+    return stepper.learning_rate.look_ahead(plan.steps, steps_per_epoch, may_end_early)
 
 
 def _make_requests(

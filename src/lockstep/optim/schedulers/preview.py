@@ -1,20 +1,22 @@
 """The rates that a torch scheduler will set, computed before the first step on a copy of it.
 
 A scheduler that counts epochs, or one that ends before the run does, is found here and not in the middle of a run. The
-copy has an optimizer without parameters. Only torch's own classes are copied: a class of the user may do anything when
-it is stepped.
+copy has an optimizer without parameters. Only torch's own classes are copied, with functions of the user that do no
+more than arithmetic: other code of the user may do anything when it is called.
 """
 
 from __future__ import annotations
 
+import builtins
 import copy
 import dis
 import functools
+import inspect
 import math
 import types
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +38,9 @@ DIRECT = frozenset(
 STEPWISE = frozenset((lr_scheduler.MultiplicativeLR, lr_scheduler.ChainedScheduler))
 MOST_STEPS = 1000
 
-# What a function may not do if it is called in advance: change something outside itself.
-CHANGES = frozenset(("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR"))
+# A function that is called in advance may use numbers and these, and nothing that could change.
+PLAIN = frozenset((bool, int, float, str, type(None)))
+ARITHMETIC = (math, min, max, abs, pow, round, int, float)
 
 HALVES = 16  # how many points are computed in each half of the run
 
@@ -50,7 +53,11 @@ class Failure(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """The rates of the first parameter group, from the first step to the last one."""
+    """The rates from the first step to the last one.
+
+    The landmarks are those of the first parameter group. The halves are those of the group that keeps the largest share
+    of its peak in the second half: a group may be frozen on purpose.
+    """
 
     landmarks: dict[str, float]
     first_half: list[float]
@@ -66,8 +73,7 @@ class Preview:
         self._optimizer = types.SimpleNamespace(
             param_groups=copy.deepcopy(groups), defaults=dict(optimizer.defaults), step=None
         )
-        self._functions = _functions(schedulers)
-        self._schedulers = self._copied(list(schedulers), {id(optimizer): self._optimizer})
+        self._schedulers = copy.deepcopy(list(schedulers), {id(optimizer): self._optimizer})
 
         # Two schedulers of one optimizer change its rate one after the other.
         self._is_direct = len(self._schedulers) == 1 and _is_direct(self._schedulers[0])
@@ -92,16 +98,19 @@ class Preview:
                 # A scheduler that cannot even make its first step needs something that the copy lacks.
                 return None if isinstance(self._rates([0, 1]), Failure) else self._first(found)
 
+        halves = [
+            ([found[step][group] for step in first_half], [found[step][group] for step in second_half])
+            for group in range(len(found[0]))
+        ]
         return Rates(
-            {name: found[step] for name, step in landmarks.items()},
-            [found[step] for step in first_half],
-            [found[step] for step in second_half],
+            {name: found[step][0] for name, step in landmarks.items()},
+            *max(halves, key=lambda half: max(half[1]) / (max(*half[0], *half[1]) or 1.0)),
         )
 
-    def _rates(self, wanted: Sequence[int]) -> dict[int, float] | Failure:
-        """Return the rates of these steps, in ascending order, by step."""
-        optimizer, schedulers = self._copied((self._optimizer, self._schedulers), {})
-        rates: dict[int, float] = {}
+    def _rates(self, wanted: Sequence[int]) -> dict[int, list[float]] | Failure:
+        """Return the rates of all groups in these steps, in ascending order, by step."""
+        optimizer, schedulers = copy.deepcopy((self._optimizer, self._schedulers))
+        rates: dict[int, list[float]] = {}
         done = 0
 
         for step in wanted:
@@ -114,7 +123,7 @@ class Preview:
                     return Failure(number, error)
 
             done = step
-            rates[step] = float(optimizer.param_groups[0]["lr"])
+            rates[step] = [float(group["lr"]) for group in optimizer.param_groups]
 
         return rates
 
@@ -131,10 +140,6 @@ class Preview:
 
         return failure
 
-    def _copied(self, objects: Any, memo: dict[int, Any]) -> Any:
-        """Return a deep copy, except for the user's functions: a method would bring its object with it."""
-        return copy.deepcopy(objects, {id(function): function for function in self._functions} | memo)
-
 
 def can_be_previewed(schedulers: Sequence[LRScheduler]) -> bool:
     """Return whether copies of these schedulers, which begin at step 0, can be stepped without an effect elsewhere."""
@@ -143,7 +148,7 @@ def can_be_previewed(schedulers: Sequence[LRScheduler]) -> bool:
         return False
 
     begins = all(getattr(scheduler, "last_epoch", 0) == 0 for scheduler in schedulers)
-    return begins and all(map(_changes_nothing, _functions(schedulers)))
+    return begins and all(map(_is_arithmetic, _functions(schedulers)))
 
 
 def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
@@ -153,7 +158,7 @@ def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
         yield from _with_inner(getattr(scheduler, "_schedulers", ()))
 
 
-def _functions(schedulers: Sequence[LRScheduler]) -> list[Callable[..., Any]]:
+def _functions(schedulers: Sequence[LRScheduler]) -> list[Any]:
     """Return the functions of the user that the schedulers call."""
     found: list[Any] = []
     for scheduler in _with_inner(schedulers):
@@ -162,16 +167,51 @@ def _functions(schedulers: Sequence[LRScheduler]) -> list[Callable[..., Any]]:
     return [function for function in found if function is not None]
 
 
-def _changes_nothing(function: Any) -> bool:
-    """Return whether a function seems to change nothing when it is called. An object with `__call__` may do so."""
-    while isinstance(function, functools.partial):
-        function = function.func
+def _is_arithmetic(function: Any) -> bool:
+    """Return whether a function of the user does nothing but arithmetic with what cannot change.
 
-    function = getattr(function, "__func__", function)
+    An object with `__call__`, a method and the `__getitem__` of a list hold something that may change.
+    """
+    if type(function) is functools.partial:
+        given = (*function.args, *function.keywords.values())
+        return all(map(_is_constant, given)) and _is_arithmetic(function.func)
+
     if not isinstance(function, types.FunctionType):
-        return isinstance(function, types.BuiltinFunctionType)
+        return _is_constant(function)
 
-    return not any(instruction.opname in CHANGES for instruction in dis.get_instructions(function))
+    code = function.__code__
+    try:
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a variable that has no value yet
+        return False
+
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    makes_functions = any(isinstance(constant, types.CodeType) for constant in code.co_consts)
+    if makes_functions or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return False
+
+    names = vars(builtins) | function.__globals__
+    return all(map(_is_constant, held)) and all(_is_harmless(part, names) for part in dis.get_instructions(code))
+
+
+def _is_harmless(instruction: dis.Instruction, names: dict[str, Any]) -> bool:
+    """Return whether an instruction reads no name but those of constants and of `math`, and changes none."""
+    if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return _is_constant(names.get(instruction.argval, names))
+
+    if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return instruction.argval in vars(math) and not instruction.argval.startswith("_")
+
+    return instruction.opcode not in dis.hasname and instruction.opname not in ("STORE_DEREF", "DELETE_DEREF")
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a value is a number or another constant, a tuple of them, `math`, or one of its functions."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+
+    of_math = isinstance(value, types.BuiltinFunctionType) and getattr(math, value.__name__, None) is value
+    return type(value) in PLAIN or of_math or any(value is allowed for allowed in ARITHMETIC)
 
 
 def _is_direct(scheduler: Any) -> bool:
@@ -196,18 +236,17 @@ def _step_to(scheduler: Any, step: int) -> None:
 # ---- what looks wrong ----
 
 FALLEN = 1e-6  # of the peak: a rate that trains nothing any more
-DROPPED = 1e-3  # of the peak: where a StepLR ends that drops its rate too often
 
 # What says how long a scheduler takes, as its argument is called.
 LENGTHS: dict[type, str] = {
     lr_scheduler.CosineAnnealingLR: "T_max",
-    lr_scheduler.CosineAnnealingWarmRestarts: "T_0",
     lr_scheduler.MultiStepLR: "milestones",
     lr_scheduler.PolynomialLR: "total_iters",
     lr_scheduler.StepLR: "step_size",
 }
 
 MANY = 4  # an epoch of at least so many steps is not mistaken for a step
+MOST_EPOCHS = 300  # in a run of more epochs, a number of steps may well be smaller than theirs
 
 
 def sign_of_epochs(schedulers: Sequence[LRScheduler], rates: Rates, steps: int, steps_per_epoch: int | None) -> str:
@@ -215,13 +254,14 @@ def sign_of_epochs(schedulers: Sequence[LRScheduler], rates: Rates, steps: int, 
     many = steps_per_epoch or 0
     epochs = math.ceil(steps / many) if many >= MANY else 0
     peak = max(*rates.first_half, *rates.second_half)
-    for scheduler in _with_inner(schedulers):
+    begins, falls = rates.second_half[0], max(rates.second_half) < FALLEN * peak
+    for scheduler in _in_force(schedulers, steps // 2):
         name, key = type(scheduler).__name__, LENGTHS.get(type(scheduler), "")
         given = _length(scheduler, key)
 
-        # Many small steps of StepLR are a smooth decay.
-        smooth = key == "step_size" and rates.second_half[-1] > DROPPED * peak
-        if epochs and given and max(given) <= epochs and not smooth:
+        # A cosine rises again after T_max, so its rate goes up and down in all of the run.
+        oscillates = key == "T_max" and given == [epochs]
+        if 0 < epochs <= MOST_EPOCHS and given and (oscillates or (falls and max(given) <= epochs)):
             shown, counted = given, [number * many for number in given]
             if key != "milestones":
                 (shown,), (counted,) = given, counted
@@ -231,8 +271,7 @@ def sign_of_epochs(schedulers: Sequence[LRScheduler], rates: Rates, steps: int, 
                 f"it once for every optimizer step: {key}={counted} would be that many epochs of {many} steps"
             )
 
-    begins, ends = rates.second_half[0], max(rates.second_half)
-    if ends < FALLEN * peak:
+    if falls:
         names = " and ".join(dict.fromkeys(type(scheduler).__name__ for scheduler in schedulers))
         an_epoch = f" (an epoch has {many})" if many else ""
         return (
@@ -242,6 +281,19 @@ def sign_of_epochs(schedulers: Sequence[LRScheduler], rates: Rates, steps: int, 
         )
 
     return ""
+
+
+def _in_force(schedulers: Sequence[Any], step: int) -> Iterator[Any]:
+    """Yield the schedulers that set the rate of this step and of all that follow."""
+    for scheduler in schedulers:
+        if type(scheduler) is lr_scheduler.SequentialLR:
+            begin = max(scheduler._milestones, default=0)
+            if begin <= step:
+                yield from _in_force(scheduler._schedulers[-1:], step - begin)
+        elif type(scheduler) is lr_scheduler.ChainedScheduler:
+            yield from _in_force(scheduler._schedulers, step)
+        else:
+            yield scheduler
 
 
 def _length(scheduler: Any, key: str) -> list[int]:
