@@ -7,14 +7,16 @@ purpose, and no run may be lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
+from types import ModuleType
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
-from lockstep.checkpoint.state.digests import digest
-from lockstep.data.loader import Request, SampleReader
 from lockstep.data.map_source import MapSource
+from lockstep.engine.checks.sample_reading import Reading, reading_of
+from lockstep.engine.checks.sketches import is_same
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import preserve_rng
 from lockstep.task import BatchSource
@@ -22,23 +24,50 @@ from lockstep.task import BatchSource
 # Names of datasets, which are part of the file format. A set with a name of its own is evaluation/NAME.
 TRAINING, EVALUATION = "training", "evaluation"
 
+# Seconds for reading the samples of all datasets. Samples that take longer are left out.
+READ_S = 1.0
+
+# A sample that differs is read again, since its transforms may draw random numbers that nobody seeds. This takes long
+# only if all reads agree.
+REREADS, REREAD_S = 16, 5.0
+
+# How deep, and how many side by side, objects within a dataset are searched.
+MAX_NESTING, MAX_PARTS = 4, 16
+
 # What to write where the data is made.
 SAME_SPLIT = "random_split(data, lengths, generator=torch.Generator().manual_seed(0))"
 
 
 class DataRecord:
-    """Digests of the first, the middle and the last sample of each dataset. Checkpoints hold those of rank 0.
+    """Sketches of the first, the middle and the last sample of each dataset. Checkpoints hold those of rank 0.
 
-    The samples are read as the dataset returns them, with seeds that depend on nothing else, so that random transforms
-    draw the same numbers in every run. Streams are left out: reading them would move them.
+    The samples are read as the dataset returns them. Streams are left out: reading them would move them. A dataset with
+    state of its own that checkpoints hold is left out, too: its samples may depend on that state.
     """
 
-    def __init__(self, source: BatchSource, runtime: Runtime, log_event: EventLogger, checkpoint: str | None):
-        """`checkpoint`: the path of the one that is resumed, as the user would type it."""
+    def __init__(
+        self,
+        source: BatchSource,
+        runtime: Runtime,
+        log_event: EventLogger,
+        registered: Collection[Any],
+        checkpoint: str | None,
+        *,
+        workers: int,
+        reads: bool,
+    ):
+        """`registered`: the objects whose state checkpoints hold, which are restored by now.
+
+        `checkpoint`: the path of the one that is resumed, as the user would type it. `workers`: how many worker
+        processes read the data. `reads`: False if there is nothing to compare, and no checkpoint is to come.
+        """
         self._source = source
         self._runtime = runtime
         self._log_event = log_event
+        self._registered = registered
         self._checkpoint = checkpoint
+        self._workers = workers
+        self._reads = reads
         self._sets: dict[str, Any] = {}  # the evaluation sets
         self._current: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}  # those of the checkpoint; {}: the run is new, or the checkpoint is older
@@ -49,87 +78,124 @@ class DataRecord:
 
     def state_dict(self) -> dict[str, Any]:
         # A save before the first step keeps what the checkpoint had.
-        return {"digests": self._current or self._saved}
+        return {"sketches": self._current or self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved = state.get("digests", {})
+        self._saved = state.get("sketches", {})
 
     def compare(self) -> None:
         """Read the samples on rank 0, and warn of those that differ from the checkpoint's. Called before step 1."""
-        if not self._runtime.is_main:
+        if not (self._runtime.is_main and self._reads):
             return
 
         datasets = dict(self._sets)
         if isinstance(self._source, MapSource):
-            # A dataset may open files for its first sample, which worker processes that start later would share.
+            # They read the first batches meanwhile.
             self._source.start_workers()
             datasets = {TRAINING: self._source.reader.dataset, **datasets}
 
-        # Reading them is the user's code, which may take long.
-        reading = self._runtime.heartbeat.visit("user code")
-        with reading, preserve_rng(self._runtime.device), self._source.reading_here():
-            for name, dataset in datasets.items():
-                self._compare_one(name, dataset)
-
-    def _compare_one(self, name: str, dataset: Any) -> None:
-        found = _digests(dataset)
-        if found is None:
+        lengths = {name: _length(dataset) for name, dataset in datasets.items()}
+        datasets = {
+            name: dataset
+            for name, dataset in datasets.items()
+            if lengths[name] is not None and not _holds_one_of(dataset, self._registered)
+        }
+        self._current = {name: {"length": lengths[name], "samples": {}} for name in datasets}
+        if not datasets:
             return
 
-        self._current[name] = found
-        difference = _difference(dataset, self._saved.get(name), found)
-        if difference:
-            self._log_event("warning", reason=_warning(name, difference, self._checkpoint))
+        # Reading them is the user's code, which may take long.
+        with (
+            self._runtime.heartbeat.visit("user code"),
+            preserve_rng(self._runtime.device),
+            self._source.reading_here(),
+            reading_of(datasets, apart=self._workers > 0) as reading,
+        ):
+            in_time = reading and self._read(reading)
+            rereads = _Rereads(reading) if reading and in_time else None
+            changed = {name: self._changed(name, rereads) for name in datasets}
+
+        for name, difference in changed.items():
+            if difference:
+                self._log_event("warning", reason=_warning(name, difference, self._checkpoint))
+
+    def _read(self, reading: Reading) -> bool:
+        """Read the samples, as far as the time goes. Return whether it was enough."""
+        ends = time.monotonic() + READ_S
+        for name, found in self._current.items():
+            length = found["length"]
+            for index in sorted({0, length // 2, length - 1}) if length else []:
+                left = ends - time.monotonic()
+                value = reading(name, index, left) if left > 0 else None
+                if value is not None:
+                    found["samples"][str(index)] = value
+
+        return time.monotonic() < ends
+
+    def _changed(self, name: str, rereads: _Rereads | None) -> str:
+        """Return what differs from the checkpoint, as text, or "". Only the length counts without `rereads`."""
+        saved, found = self._saved.get(name), self._current[name]
+        if not saved:
+            return ""
+
+        if saved["length"] != found["length"]:
+            return f"it has {found['length']} samples, and had {saved['length']}"
+
+        if not rereads:
+            return ""
+
+        before, now = saved["samples"], found["samples"]
+        compared = [index for index in now if index in before]
+        changed = [index for index in compared if rereads.find_change(name, index, before[index], now[index])]
+        if not changed:
+            return ""
+
+        which = f"sample {changed[0]} differs" if len(changed) == 1 else f"samples {', '.join(changed)} differ"
+        return which if len(changed) == len(compared) else f"{which}, of {', '.join(compared)} that were compared"
 
 
-def _digests(dataset: Any) -> dict[str, Any] | None:
-    """Return the length of a dataset, and the digests of a few samples by index; None for a stream."""
+class _Rereads:
+    """Reads samples that differ again, as far as the time goes, since a sample may differ each time it is read."""
+
+    def __init__(self, reading: Reading):
+        self._reading = reading
+        self._ends = time.monotonic() + REREAD_S
+
+    def find_change(self, name: str, index: str, before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+        """Return whether a sample is certainly not what it was: all reads agree, and none is as before."""
+        if is_same(value, before):
+            return False
+
+        for _ in range(REREADS):
+            left = self._ends - time.monotonic()
+            again = self._reading(name, int(index), left) if left > 0 else None
+            if again is None or is_same(again, before) or not is_same(again, value):
+                return False
+
+        return True
+
+
+def _length(dataset: Any) -> int | None:
+    """Return how many samples can be read by their index; None for a stream."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return None
 
     try:
-        length = len(dataset)
+        return len(dataset)
     except TypeError:
         return None
 
-    indices = sorted({0, length // 2, length - 1}) if length else []
-    return {"length": length, "samples": {str(index): _digest_of(dataset, index) for index in indices}}
 
+def _holds_one_of(data: Any, objects: Collection[Any], depth: int = MAX_NESTING) -> bool:
+    """Return whether a dataset is one of `objects`, or one of them is inside it: a Subset holds a dataset, say."""
+    if any(data is one for one in objects):
+        return True
 
-def _digest_of(dataset: Any, index: int) -> str | None:
-    """Return the digest of a sample, or None if it cannot be read. The step that needs it will report the error."""
-    reader = SampleReader(dataset, default_collate, seed=0)
-    try:
-        return digest(reader.read_samples(Request(0, [index])))
-    except Exception:  # the dataset, and the objects in its samples, are the user's code
-        return None
+    if depth == 0 or isinstance(data, type | ModuleType):
+        return False
 
-
-def _difference(dataset: Any, saved: Mapping[str, Any] | None, found: Mapping[str, Any]) -> str:
-    """Return what differs from the checkpoint, as text, or ""."""
-    if not saved:
-        return ""
-
-    length = found["length"]
-    if saved["length"] != length:
-        return f"it has {length} samples, and had {saved['length']}"
-
-    changed = []
-    for index, value in found["samples"].items():
-        before = saved["samples"].get(index)
-        if None in (value, before) or value == before:
-            continue
-
-        # A sample that differs each time it is read says nothing.
-        if value == _digest_of(dataset, int(index)):
-            changed.append(index)
-
-    if not changed:
-        return ""
-
-    which = f"sample {changed[0]} differs" if len(changed) == 1 else f"samples {', '.join(changed)} differ"
-    compared = ", ".join(found["samples"])
-    return which if len(changed) == len(found["samples"]) else f"{which}, of {compared} that were compared"
+    inside = data[:MAX_PARTS] if isinstance(data, list | tuple) else list(getattr(data, "__dict__", {}).values())
+    return any(_holds_one_of(value, objects, depth - 1) for value in inside)
 
 
 def _warning(name: str, difference: str, checkpoint: str | None) -> str:

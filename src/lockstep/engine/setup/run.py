@@ -100,7 +100,15 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     loop.add_and_restore("requests", requests, rewinds=False)
     loop.add_and_restore("evaluations", evaluations)
     checkpoint = builder.folder.as_shown(resumed.location) if resumed else None
-    data_record = DataRecord(source, runtime, builder.recorder.event, checkpoint)
+    data_record = DataRecord(
+        source,
+        runtime,
+        builder.recorder.event,
+        builder.registered.values(),
+        checkpoint,
+        workers=config.data.workers,
+        reads=resumed is not None or checkpoints.decision.by_settings,
+    )
     loop.add_and_restore("data", data_record, rewinds=False)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
