@@ -69,22 +69,9 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums(), MetricNames())
     stepper = _make_stepper(builder, trained, plan, interval)
 
-    # A new run is refused before it claims its folder. One that may resume has its number of steps only afterwards.
-    may_resume = builder.folder.start_from.will_load(has_checkpoint=True)
-    foreseen = [] if may_resume else _look_ahead(builder, stepper, plan)
-
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
-    checkpoints.open()
-    resumed = checkpoints.resume()
-    if resumed:
-        plan = continue_plan(resumed, plan, source, stepper, config)
-
-    if may_resume:
-        foreseen = _look_ahead(builder, stepper, plan)
-
-    for text in foreseen:
-        builder.recorder.event("warning", reason=text)
+    resumed, plan = _resume(builder, checkpoints, plan, source, stepper)
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
@@ -99,27 +86,11 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     loop.add_and_restore("log", log)
     loop.add_and_restore("requests", requests, rewinds=False)
     loop.add_and_restore("evaluations", evaluations)
-    checkpoint = builder.folder.as_shown(resumed.location) if resumed else None
-    data_record = DataRecord(
-        source,
-        runtime,
-        builder.recorder.event,
-        builder.registered.values(),
-        checkpoint,
-        workers=config.data.workers,
-        reads=resumed is not None or checkpoints.decision.by_settings,
-    )
+    data_record = _make_data_record(builder, source, resumed, checkpoints)
     loop.add_and_restore("data", data_record, rewinds=False)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
-    if resumed:
-        facts["resumed"] = _continue_records(builder, resumed, requests, plan)
-    elif builder.folder.start_from.newest:
-        facts["resume"] = f"no checkpoint in {builder.folder.shown}, so the run starts from its beginning"
-
-    elif builder.task is None and config.checks.loss != "off":
-        facts |= _describe_own_loop(builder)
-
+    facts |= _describe_beginning(builder, resumed, requests, plan)
     facts |= _describe_weights(trained, plan, source, resumed)
     _write_start(builder, facts, plan, driver)
 
@@ -150,6 +121,56 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     _begin(run, builder)
     return run
+
+
+def _resume(
+    builder: RunBuilder, checkpoints: CheckpointManager, plan: Plan, source: BatchSource, stepper: Stepper
+) -> tuple[Resumed | None, Plan]:
+    """Restore the checkpoint that the run resumes from, if there is one, and return the plan that follows."""
+    # A new run is refused before it claims its folder. One that may resume has its number of steps only afterwards.
+    may_resume = builder.folder.start_from.will_load(has_checkpoint=True)
+    foreseen = [] if may_resume else _look_ahead(builder, stepper, plan)
+
+    checkpoints.open()
+    resumed = checkpoints.resume()
+    if resumed:
+        plan = continue_plan(resumed, plan, source, stepper, builder.config)
+
+    if may_resume:
+        foreseen = _look_ahead(builder, stepper, plan)
+
+    for text in foreseen:
+        builder.recorder.event("warning", reason=text)
+
+    return resumed, plan
+
+
+def _make_data_record(
+    builder: RunBuilder, source: BatchSource, resumed: Resumed | None, checkpoints: CheckpointManager
+) -> DataRecord:
+    return DataRecord(
+        source,
+        builder.runtime,
+        builder.recorder.event,
+        builder.registered.values(),
+        builder.folder.as_shown(resumed.location) if resumed else None,
+        workers=builder.config.data.workers,
+        reads=resumed is not None or checkpoints.decision.by_settings,
+    )
+
+
+def _describe_beginning(builder: RunBuilder, resumed: Resumed | None, requests: Requests, plan: Plan) -> dict[str, str]:
+    """Return a line of the banner about where the run begins, or about a custom loop that begins for the first time."""
+    if resumed:
+        return {"resumed": _continue_records(builder, resumed, requests, plan)}
+
+    if builder.folder.start_from.newest:
+        return {"resume": f"no checkpoint in {builder.folder.shown}, so the run starts from its beginning"}
+
+    if builder.task is None and builder.config.checks.loss != "off":
+        return _describe_own_loop(builder)
+
+    return {}
 
 
 def _begin(run: Run, builder: RunBuilder) -> None:
