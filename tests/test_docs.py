@@ -198,6 +198,10 @@ def test_messages_that_the_page_on_machines_explains_are_printed():
     assert [part for part in parts if part.strip() and part not in sources] == []
 
 
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_files_that_a_page_names_exist(page):
     sections = "|".join(SECTIONS - {"task"})
