@@ -188,6 +188,17 @@ def test_one_rank_may_compute_a_gradient_of_something_else_alone(pool: Pool) -> 
     assert_as_by_hand(pool, Trained(on_one_rank), {"strategy": "fsdp"}, 2)
 
 
+@pytest.mark.parametrize("loss", [penalised, adversarial, of_something_else], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_selective_remat_goes_through_a_graph_once(pool: Pool, loss: Any, strategy: str) -> None:
+    values = {"strategy": strategy, "remat": "selective"}
+    if loss is of_something_else:
+        assert_as_by_hand(pool, Trained(loss), values, 2)
+    else:
+        errors = pool.errors(fit, Trained(loss), VALUES | values, world=2)
+        assert_user_errors(errors, "remat=selective", "test_inner_gradients.py", "remat=full")
+
+
 def test_a_loss_of_gradients_only(pool: Pool) -> None:
     """Its gradients reach no hook of FSDP, which would drop them."""
     assert_as_by_hand(pool, Trained(penalty_alone), {"strategy": "fsdp"}, 2)

@@ -163,6 +163,20 @@ def refuse_second_derivative(inner: InnerGradient, leaves: Collection[int]) -> N
         )
 
 
+def refuse_second_backward(inner: InnerGradient, leaves: Collection[int]) -> None:
+    """Refuse a gradient of the model whose graph a later backward goes through again, for `remat=selective`.
+
+    `leaves` has the ids of the model's parameters.
+    """
+    if (inner.retains_graph or inner.differentiable) and inner.reaches(leaves):
+        raise UserError(
+            "the loss computes a gradient of the model and goes on with its graph, which remat=selective does not "
+            "support: torch lets one backward through what it has kept",
+            inner.call_site,
+            "set remat=full, or remat=every-2, or remat=none",
+        )
+
+
 def _leaves(outputs: Sequence[Output]) -> Iterator[Any]:
     """Yield the leaf tensors of a graph, to whose `.grad` a backward adds."""
     yield from map(_tensor_at, outputs)  # an output may be a leaf itself

@@ -24,6 +24,7 @@ from lockstep.parallel.inner_gradients import (
     InnerGradient,
     InnerGradients,
     refuse_backward,
+    refuse_second_backward,
 )
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import StepProgress
@@ -102,6 +103,7 @@ class MicroBatchDriver(Driver):
         self.runtime = setup.runtime
         self._autocast = setup.precision.autocast  # for evaluations; a step's `progress` has its own
         self.inner_gradients = InnerGradients(self.before_inner_gradient)
+        self._recomputes_once = setup.config.remat == "selective"
         self.broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
 
         self.parts = StepParts(overlapping=False)
@@ -154,6 +156,8 @@ class MicroBatchDriver(Driver):
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
         refuse_backward(inner, self.leaf_names())
+        if self._recomputes_once:
+            refuse_second_backward(inner, self.leaf_names())
 
     def leaf_names(self) -> dict[int, str]:
         """Return the names of the trainable parameters by the id of the leaf tensor in the autograd graph."""
