@@ -30,7 +30,6 @@ from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hook
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, evaluation_batch
 from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
-from lockstep.engine.log.micro_batches import FirstDraws
 from lockstep.engine.log.step_log import StepLog
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.requests import Requests
@@ -142,13 +141,7 @@ class Run:
 
             if is_first:
                 is_first = False
-                self._tell_draws()
-
-    def _tell_draws(self) -> None:
-        """After the first step of this process, say what it has drawn, and stop looking."""
-        for part in [part for part in self.driver.parts if isinstance(part, FirstDraws)]:
-            self.driver.parts.remove(part)
-            part.tell(self.recorder.event)
+                self.driver.parts.drop_done()
 
     def next_pass(self) -> Iterable[MicroBatch]:
         """Return the micro-batches of the current step for its next pass, with the same calls as for the first."""

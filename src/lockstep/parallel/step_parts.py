@@ -28,6 +28,8 @@ class StepPart:
     # micro-batches in flight.
     runs_in_pipeline: ClassVar[bool] = False
 
+    is_done = False  # whether the part is not needed after the first step of this process
+
     # ---- called by the Run ----
 
     def begin_step(self, steps_left: int) -> None:
@@ -82,6 +84,10 @@ class StepParts(list[StepPart]):
         assert part.runs_in_pipeline or not self._overlapping, f"{part} in a pipeline: see `runs_in_pipeline`"
         self.append(part)
         self.sort(key=lambda part: PART_ORDER.index(part.slot))
+
+    def drop_done(self) -> None:
+        """Remove the parts that are done, so that later steps pay nothing for them. Called after the first step."""
+        self[:] = [part for part in self if not part.is_done]
 
     def close(self) -> None:
         """Close all parts: the run has ended or failed."""

@@ -7,7 +7,6 @@ draws random numbers is known after the first step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
+from lockstep.runtime.context import EventLogger
 from lockstep.task import Loss, MicroBatch
 
 EXAMPLE_RANKS = 4  # for which a single process proposes a micro-batch
@@ -51,13 +51,14 @@ def advise(plan: Plan) -> str:
 
 
 class FirstDraws(StepPart):
-    """Notes whether the first step draws random numbers from torch's generators. The run removes it after that step."""
+    """Logs a note if the first step draws random numbers from torch's generators. It takes part in that step only."""
 
     slot = "log"
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, device: torch.device, log_event: EventLogger):
         self._plan = plan
         self._device = device
+        self._log_event = log_event
         self._states: list[Tensor] = []
         self._drew = False
 
@@ -67,13 +68,14 @@ class FirstDraws(StepPart):
     def before_backward(self, loss: Loss, progress: StepProgress) -> None:
         self._drew |= any(not torch.equal(a, b) for a, b in zip(self._states, self._read(), strict=True))
 
-    def tell(self, log_event: Callable[..., None]) -> None:
-        """Log a note, if there were such numbers."""
+    def end_step(self, progress: StepProgress) -> None:
         if self._drew:
-            log_event(
+            self._log_event(
                 "note",
                 reason=f"random numbers that are drawn in a step follow its micro-batches: {advise(self._plan)}",
             )
+
+        self.is_done = True
 
     def _read(self) -> list[Tensor]:
         """Return the states of the generators that `seed_torch` seeds. No device is waited for."""

@@ -96,7 +96,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     # The line of the banner about layers says the same. A pipeline has many micro-batches in flight.
     if plan.follows_ranks(config) and "micro-batches" not in facts and driver.role.runs_whole_model:
-        driver.parts.add(FirstDraws(plan, runtime.device))
+        driver.parts.add(FirstDraws(plan, runtime.device, builder.recorder.event))
 
     run = builder.run_class(
         config=config,
