@@ -68,12 +68,12 @@ class WorkerCopies:
 def plain_attributes(dataset: Any) -> dict[str, Any]:
     """Return the dataset's attributes that are numbers, strings, lists or arrays, by name. Workers have copies."""
     plain = (int, float, str, list, tuple, np.ndarray, Tensor)
-    return {name: value for name, value in _attributes(dataset) if isinstance(value, plain)}
+    return {name: value for name, value in attributes_of(dataset) if isinstance(value, plain)}
 
 
 def check_no_connection(dataset: Any) -> None:
     """Refuse an open connection in the dataset: forked workers would share it and receive each other's responses."""
-    for name, value in _attributes(dataset):
+    for name, value in attributes_of(dataset):
         if isinstance(value, socket.socket | Connection):
             raise UserError(
                 f"the dataset's {name} is an open connection, which worker processes would share",
@@ -83,7 +83,7 @@ def check_no_connection(dataset: Any) -> None:
             )
 
 
-def _attributes(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Iterator[tuple[str, Any]]:
+def attributes_of(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of the attributes of a dataset, class attributes first, and of the datasets inside it."""
     # From the base class to the class itself and then the instance, so that what overrides an attribute comes later.
     classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
@@ -95,7 +95,7 @@ def _attributes(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Ite
         return
 
     for name, inner in _datasets_inside(dataset):
-        yield from _attributes(inner, f"{prefix}{name}.", depth - 1)
+        yield from attributes_of(inner, f"{prefix}{name}.", depth - 1)
 
 
 def _datasets_inside(dataset: Any) -> Iterator[tuple[str, Any]]:

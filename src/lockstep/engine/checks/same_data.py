@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from types import ModuleType
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from lockstep.data.map_source import MapSource
+from lockstep.data.worker_copies import attributes_of
 from lockstep.engine.checks.sample_reading import Reading, reading_of
 from lockstep.engine.checks.sketches import is_same
 from lockstep.runtime.context import EventLogger, Runtime
@@ -27,12 +27,9 @@ TRAINING, EVALUATION = "training", "evaluation"
 # Seconds for reading the samples of all datasets. Samples that take longer are left out.
 READ_S = 1.0
 
-# A sample that differs is read again, since its transforms may draw random numbers that nobody seeds. This takes long
-# only if all reads agree.
+# A sample that differs is read again: its transforms may draw random numbers from a generator without a seed. This
+# takes long only if all reads agree.
 REREADS, REREAD_S = 16, 5.0
-
-# How deep, and how many side by side, objects within a dataset are searched.
-MAX_NESTING, MAX_PARTS = 4, 16
 
 # What to write where the data is made.
 SAME_SPLIT = "random_split(data, lengths, generator=torch.Generator().manual_seed(0))"
@@ -186,16 +183,10 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _holds_one_of(data: Any, objects: Collection[Any], depth: int = MAX_NESTING) -> bool:
+def _holds_one_of(dataset: Any, objects: Collection[Any]) -> bool:
     """Return whether a dataset is one of `objects`, or one of them is inside it: a Subset holds a dataset, say."""
-    if any(data is one for one in objects):
-        return True
-
-    if depth == 0 or isinstance(data, type | ModuleType):
-        return False
-
-    inside = data[:MAX_PARTS] if isinstance(data, list | tuple) else list(getattr(data, "__dict__", {}).values())
-    return any(_holds_one_of(value, objects, depth - 1) for value in inside)
+    inside = [dataset, *(value for _, value in attributes_of(dataset))]
+    return any(value is one for value in inside for one in objects)
 
 
 def _warning(name: str, difference: str, checkpoint: str | None) -> str:
