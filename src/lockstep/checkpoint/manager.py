@@ -238,7 +238,7 @@ class CheckpointManager:
         except TakenOver as error:
             raise taken_over_error(str(error)) from None
         except SaveError:
-            pass  # somebody has deleted the checkpoints: nobody else has the run
+            pass  # the checkpoints were deleted, and no other attempt has the run
         except OSError as error:
             raise UserError(
                 f"the owner of the run cannot be read, so its files are not changed: {error}",

@@ -254,7 +254,7 @@ class Agent:
 
     def _note_changes(self, current: LocalRanks, changes: list[RankChange]) -> None:
         """Note which ranks of this attempt have started or exited."""
-        # The last heartbeat comes before the exits of ranks, and with it the settings, if nobody has read them yet.
+        # The last heartbeat comes before the exits of ranks, and with it the settings, if they were not sent yet.
         if any(change.is_exit for change in changes) and not current.was_killed:
             self._collect_settings(current)
             self._messages.append(self.heartbeat())

@@ -29,7 +29,7 @@ def print_line(text: str) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Write a text at once. The job goes on if nobody reads it."""
+    """Write a text at once. The job goes on if its reader is gone."""
     # The reader of a pipe may be gone, as in `lockstep train ... 2>&1 | tee log`.
     try:
         stream.write(text)

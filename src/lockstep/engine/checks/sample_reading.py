@@ -70,7 +70,7 @@ def _other_process(datasets: Mapping[str, Any]) -> Iterator[Reading | None]:
     there.close()
 
     def read(name: str, index: int, timeout: float) -> dict[str, Any] | None:
-        # After an answer that came too late, no other one can be told from it.
+        # An answer that comes too late could be taken for the next one.
         if here.closed:
             return None
 
