@@ -46,7 +46,7 @@ from lockstep.parallel.compiled.compilation import Compilation
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
-from ranks.support import QUIET
+from ranks.support import QUIET, compile_events
 
 WIDTH = 6
 LIMIT = timedelta(seconds=150)  # for one run
@@ -621,7 +621,6 @@ def trained(world: World, store: Any, folder: str, draw: Draw, compiled: bool, s
         values["compile"] = "auto"
     resolved = resolve([("test", values)])
     torch._dynamo.reset()
-    events: list[str] = []
     plain = draw.settings["strategy"] == "pp" or "data.balance" in draw.settings
     task = Drawn(draw) if plain else Prepared(draw)
     with ExitStack() as stack:
@@ -629,14 +628,7 @@ def trained(world: World, store: Any, folder: str, draw: Draw, compiled: bool, s
             stack.enter_context(change)
         runtime = stack.enter_context(context.start(world, resolved.config, store))
         builder = open_run(resolved, runtime, "test")
-        record = builder.recorder.event
-
-        def noted(event: str, **fields: Any) -> None:
-            if event == "compile" and not fields["reason"].startswith("begins with"):
-                events.append(fields["reason"])
-            record(event, **fields)
-
-        builder.recorder.event = noted  # type: ignore[method-assign]
+        events = compile_events(builder)
         if draw.by_hand:
             run = OwnRun(builder)
             train_by_hand(run, task)

@@ -482,3 +482,17 @@ def _assert_nothing_happened(traces: list[Trace], number: int) -> None:
 
 Job = Callable[[World, Any, Task, dict[str, Any]], Trace]
 JOBS: dict[str, Job] = {"fit": fit, "own loop": own_loop}
+
+
+def compile_events(builder: RunBuilder) -> list[str]:
+    """Return a list that gets the reasons of the events `compile` of a run, but for the one of its beginning."""
+    reasons: list[str] = []
+    record = builder.recorder.event
+
+    def note(event: str, **fields: Any) -> None:
+        if event == "compile" and not fields["reason"].startswith("begins with"):
+            reasons.append(fields["reason"])
+        record(event, **fields)
+
+    builder.recorder.event = note  # type: ignore[method-assign]
+    return reasons

@@ -42,7 +42,7 @@ from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import COMPILER, Pool
-from ranks.support import QUIET
+from ranks.support import QUIET, compile_events
 
 WORDS = 16
 
@@ -248,7 +248,6 @@ def trained(
     if judged:
         values["compile"] = "auto"
 
-    events: list[str] = []
     resolved = resolve([("test", values)])
     torch._dynamo.reset()
     counters.clear()
@@ -269,14 +268,7 @@ def trained(
 
         runtime = stack.enter_context(context.start(world, resolved.config, store))
         builder = open_run(resolved, runtime, "test")
-        record = builder.recorder.event
-
-        def noted(event: str, **fields: Any) -> None:
-            if event == "compile" and not fields["reason"].startswith("begins with"):
-                events.append(fields["reason"])
-            record(event, **fields)
-
-        builder.recorder.event = noted  # type: ignore[method-assign]
+        events = compile_events(builder)
         made = task()
         if world.rank == 1 and lag:
             collate = made.collate
