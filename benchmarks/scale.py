@@ -35,12 +35,11 @@ from lockstep.checkpoint import command
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.rank_file import arrange
-from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.draft import Confirmation
+from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import Snapshot
-from lockstep.checkpoint.state.contents import RankContents
+from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig

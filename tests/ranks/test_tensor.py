@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.state.contents import RankContents
 from lockstep.checkpoint.state.encoding import CapturedTensor
-from lockstep.checkpoint.state.reshard import shards_to_write
+from lockstep.checkpoint.state.reshard import RankContents, shards_to_write
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig

@@ -1,28 +1,25 @@
-"""The checkpoint manager: it makes the objects with which a run saves and restores itself, and carries out a save.
+"""The manager of a run's checkpoints: it makes the parts, and has the calls in which several of them take part.
 
-    open, resume                         before the first step
+    open                                 before the first step: claim the storage, and resume
     rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as later saves
     pending.poll                         after each step: did the save in flight fail on this rank?
     decision.ask_if_due, is_due          after each step: is a save due?
-    evaluated                            after an evaluation
+    decision.evaluated                   after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
     rewinder.rewind                      when a step was not applied and the policy is rewind
     pending.settle                       at the end, and before the next save or a rewind
     check_owner                          before the weights are written
-    best, last_location, close           after that
+    best, close                          after that
 
-All ranks call these at the same step. The engine uses four of the objects itself: `state` is the state of the run
-(`RunState`), `decision` decides whether to save (`SaveDecision`), `pending` is the save in flight (`PendingSave`), and
-`rewinder` takes the run back during training (`Rewinder`).
+All ranks call these at the same step. What one part does alone, the engine asks of that part.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -31,14 +28,13 @@ import lockstep
 from lockstep.checkpoint.loading.resume import Resumed, Resumer
 from lockstep.checkpoint.loading.rewind import Rewinder
 from lockstep.checkpoint.preflight import check_room, check_same_names, check_store
-from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint
 from lockstep.checkpoint.saving.decision import SaveDecision
-from lockstep.checkpoint.saving.outcome import SaveError, TakenOver
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave, taken_over_error
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import WRITE_FIX, fix_or_wait, retry_on_rank0
 from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, update_latest
@@ -53,7 +49,13 @@ from lockstep.runtime.seeds import reseed_at
 
 
 class CheckpointManager:
-    """Saves and restores one run."""
+    """Saves and restores one run. Its parts are
+
+    state        the state of the run
+    decision     whether to save
+    pending      the save in flight, until all ranks agree on its outcome
+    rewinder     takes the run back to its last checkpoint during training
+    """
 
     def __init__(
         self,
@@ -71,16 +73,11 @@ class CheckpointManager:
         `update` waits, in the next step, until a save has copied the optimizers' state. `ask_for_save`: see
         `SaveDecision`. `fixed_settings`: see `Task`.
         """
-        # The objects of the run.
-        self.state = state
         self._folder = folder
         self._config = config
         self._runtime = runtime
         self._log_event = log_event
         self._update = update
-        self._said_best_unknown = False  # whether a warning says that the best checkpoint cannot be looked up
-
-        # The parts of this manager, each with one job.
         self._storage = storage = CheckpointStorage.of_run(folder.path, config.checkpoint.store)
         self._context = SaveContext(
             storage=storage,
@@ -91,6 +88,8 @@ class CheckpointManager:
             on_commit=folder.end_going_back,
         )
         self._saver = Saver(self._context)
+
+        self.state = state
         self.pending = PendingSave(self._context, runtime, log_event, folder.as_shown)
         self.decision = SaveDecision(config, runtime, self.pending, ask_for_save)
         self._resumer = Resumer(folder, storage, state, config, runtime, log_event, fixed_settings)
@@ -98,12 +97,12 @@ class CheckpointManager:
 
     # ---- before the first step ----
 
-    def open(self) -> None:
-        """Claim the storage, and check that it can take checkpoints. Collective.
+    def open(self) -> Resumed | None:
+        """Claim the storage, check that it can take checkpoints, and load the one from which the run starts, if any.
 
         Raise a UserError if the ranks do not save the same objects, if the store of the checkpoints keeps nothing, if
-        the settings ask for checkpoints and there is no room for one, or if the storage cannot be read or written for
-        `checkpoint.timeout` seconds.
+        the settings ask for checkpoints and there is no room for one, if the checkpoint cannot be loaded, or if the
+        storage cannot be read or written for `checkpoint.timeout` seconds. Collective.
         """
         # Check this before anything is changed, and not at the first save, which may come hours later.
         check_same_names(self.state.registered, self._runtime)
@@ -119,6 +118,14 @@ class CheckpointManager:
         if self.decision.by_settings:
             check_room(self._storage, self.state, self._runtime, timeout_s, self._log_event)
 
+        reader = self._resumer.find(self._folder.start_from)
+        if reader is None:
+            return None
+
+        resumed = self._resumer.load(reader)
+        self.pending.note_loaded(resumed.own_step)
+        return resumed
+
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
 
@@ -131,61 +138,6 @@ class CheckpointManager:
 
         # If rank 0 was killed right after a commit, `latest` names an older checkpoint.
         update_latest(self._storage)
-
-    def resume(self) -> Resumed | None:
-        """Load the checkpoint from which the run starts. Return None if there is none. Call `open` first. Collective.
-
-        Raise a UserError if it cannot be loaded, or cannot be read for `checkpoint.timeout` seconds.
-        """
-        reader = self._resumer.find(self._folder.start_from)
-        if reader is None:
-            return None
-
-        resumed = self._resumer.load(reader)
-        self.pending.note_loaded(resumed.own_step)
-        return resumed
-
-    # ---- after an evaluation ----
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an evaluation to the checkpoint of this step, or save it if they are the best. Collective.
-
-        The best checkpoint belongs to the best evaluation, so it is saved now, and not when the next save is due.
-        """
-        if not self.pending.add_metrics(step, metrics) and self._is_new_best(metrics):
-            self.decision.agree()
-
-    def _is_new_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether these metrics are better than all checkpoints' metrics, by `checkpoint.best`. Collective.
-
-        All ranks get the same answer, because rank 0 alone looks at the checkpoints.
-        """
-        found = score(self._config.checkpoint, metrics)
-        if found is None:
-            return False
-
-        best = self._runtime.collectives.run_on_rank0(self._best_score)
-        return best is not None and found > best
-
-    def _best_score(self) -> float | None:
-        """Return the best score of all checkpoints and of the save in flight; -inf if none has a score. Local.
-
-        Return None if the checkpoints cannot be listed or read, which must not end the run: the next evaluation tries
-        again. A warning says so, once until they can be read again.
-        """
-        try:
-            saved = self._context.metrics_cache.by_step()
-        except OSError as error:
-            if not self._said_best_unknown:
-                reason = f"the last evaluation may be the best so far, but is not saved: {error}"
-                self._log_event("warning", reason=reason)
-                self._said_best_unknown = True
-
-            return None
-
-        self._said_best_unknown = False
-        scores = [score(self._config.checkpoint, metrics) for metrics in (*saved.values(), self.pending.metrics)]
-        return max((found for found in scores if found is not None), default=-math.inf)
 
     # ---- saving ----
 
@@ -235,10 +187,10 @@ class CheckpointManager:
         """Raise a UserError if another attempt has taken over the run. Local: rank 0 calls it before it writes."""
         try:
             self._context.check_owner()
-        except TakenOver as error:
-            raise taken_over_error(str(error)) from None
-        except SaveError:
-            pass  # the checkpoints were deleted, and no other attempt has the run
+        except SaveFailed as failed:
+            # If the checkpoints were deleted, no other attempt has the run.
+            if failed.taken_over:
+                raise taken_over_error(failed.reason) from None
         except OSError as error:
             raise UserError(
                 f"the owner of the run cannot be read, so its files are not changed: {error}",
@@ -249,11 +201,6 @@ class CheckpointManager:
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if one cannot be read now."""
         return best_checkpoint(self._context.metrics_cache, self._config.checkpoint)
-
-    def last_location(self) -> str | None:
-        """Return where the last committed checkpoint of this run is; None if there is none. Local."""
-        step = self.pending.last_committed
-        return None if step is None else str(Checkpoint.of(self._storage, step).path)
 
     def close(self, timeout: float = 0.0) -> None:
         """Give the save in flight `timeout` seconds to end, then abort it, and free the buffer. Local."""

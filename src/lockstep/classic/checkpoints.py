@@ -23,10 +23,10 @@ from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.integrity import verify_checkpoint
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
+from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage

@@ -273,7 +273,7 @@ def end_preempted(run: Run) -> NoReturn:
     # If the save failed, there is no checkpoint of this step to report.
     run.checkpoints.pending.note_end(saves_again=False)
     save_failed = run.checkpoints.pending.settle()
-    saved = None if save_failed else run.checkpoints.last_location()
+    saved = None if save_failed else run.checkpoints.pending.last_location()
     path = run.folder.as_shown(saved) if saved else None
 
     # Only some ranks may have received the signal.

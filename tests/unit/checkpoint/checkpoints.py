@@ -14,11 +14,11 @@ import torch
 
 from lockstep.checkpoint.loading.search import Found, Gather, VerifyingRanks, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
 from lockstep.checkpoint.state.encoding import pack, unpack
+from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
+from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store

@@ -33,7 +33,7 @@ from pathlib import Path
 from checkpoints import savers, shard, state
 from lockstep.config.sections import CheckpointConfig
 from lockstep.checkpoint.saving.outcome import Written
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
+from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 
 root = Path(sys.argv[2])
 for line in open(sys.argv[3]):
@@ -111,7 +111,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "from pathlib import Path\n"
         "from checkpoints import commit, savers, shard, state\n"
         "from lockstep import faults\n"
-        "from lockstep.checkpoint.state.contents import RankContents\n"
+        "from lockstep.checkpoint.state.reshard import RankContents\n"
         "from lockstep.checkpoint.storage.folder import CheckpointStorage\n"
         "top = Path(sys.argv[2])\n"
         "for phase in ['write', 'rename', 'latest', 'committed']:\n"

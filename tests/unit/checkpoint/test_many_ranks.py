@@ -15,11 +15,10 @@ from lockstep.checkpoint import command, manifest_reader
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode_manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.rank_file import FileLayout, arrange
-from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.draft import Confirmation
+from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.state.contents import RankContents
+from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig

@@ -29,7 +29,7 @@ from lockstep.checkpoint import command
 from lockstep.checkpoint.loading import search
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.state.contents import RankContents
+from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage import stores
 from lockstep.checkpoint.storage.files import sync_names
 from lockstep.checkpoint.storage.folder import CheckpointStorage

@@ -29,12 +29,11 @@ from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, enc
 from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import commit as committing
-from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.draft import Draft
+from lockstep.checkpoint.saving.draft import Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
 from lockstep.checkpoint.state.encoding import pack, unpack
+from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage import folder as folder_module
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable

@@ -26,7 +26,7 @@ from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.preflight import check_store
 from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.state.contents import RankContents
+from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage import files, folder
 from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split

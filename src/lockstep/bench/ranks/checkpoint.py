@@ -22,10 +22,10 @@ import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
+from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config import resolve

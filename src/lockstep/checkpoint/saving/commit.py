@@ -33,8 +33,8 @@ from lockstep.checkpoint.manifest_reader import check_written
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, as_text
-from lockstep.checkpoint.state.contents import Rank0Contents
+from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFailed, as_text
+from lockstep.checkpoint.state.reshard import Rank0Contents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import NotDurable
 from lockstep.checkpoint.storage.retry import Backoff
@@ -44,7 +44,7 @@ from lockstep.run_folder.checkpoint_names import file_name, folder_name
 
 
 def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: Mapping[str, float]) -> Committed:
-    """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
+    """Commit the checkpoint, on rank 0, or raise SaveFailed, InvalidCheckpoint or OSError."""
     context = draft.context
     storage = context.storage
     confirmations = _wait_for_confirmations(draft, abort)
@@ -115,7 +115,7 @@ def _name(draft: Draft) -> str:
 def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmation]:
     """Wait for the confirmations of all ranks, and return them by rank.
 
-    Raise SaveError if a rank reports an error, or after a timeout: a rank may have died.
+    Raise SaveFailed if a rank reports an error, or after a timeout: a rank may have died.
     """
     ranks = set(range(draft.context.world_size))
     confirmations: dict[int, Confirmation] = {}
@@ -133,7 +133,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
                 continue
 
             if confirmation.file is None:
-                raise SaveError(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
+                raise SaveFailed(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
 
             confirmations[rank] = confirmation
 
@@ -143,7 +143,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
 
         if time.monotonic() > deadline:
             files = "its file" if len(missing) == 1 else "their files"
-            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
+            raise SaveFailed(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
 
         abort.sleep(pauses.next())
 
@@ -158,7 +158,7 @@ def _manifest(step: int, confirmations: list[Confirmation], of_rank0: Rank0Conte
         for name, entry in confirmation.tensors.items():
             first = tensors.setdefault(name, entry)
             if (first.dtype, first.shape) != (entry.dtype, entry.shape):
-                raise SaveError(f"the ranks do not agree on the dtype and shape of {name!r}")
+                raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
 
             pieces.setdefault(name, []).extend(entry.pieces)
 
@@ -214,7 +214,7 @@ def _delete_old(draft: Draft) -> list[str]:
         )
         if failed := next(filter(None, failures), None):
             raise failed
-    except (OSError, SaveError) as error:
+    except (OSError, SaveFailed) as error:
         return [f"{_name(draft)} is safe, but older ones are not deleted: {error}"]
 
     return []

@@ -10,21 +10,25 @@ Some reasons are known to one rank. It asks for the save in its control word, an
     `checkpoint.minutes`                  by the clock of rank 0
     another try after a save that failed  by the clock of rank 0
 
-Others are known to all ranks: `checkpoint.every`, an evaluation that is the best so far (`checkpoint.best`; the manager
-compares it), a preemption, and the end of the run.
+Others are known to all ranks: `checkpoint.every`, an evaluation that is the best so far (`checkpoint.best`;
+`evaluated` compares it), a preemption, and the end of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from lockstep.checkpoint.retention import score
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.config import RunConfig
 from lockstep.runtime.context import Runtime
 
 
 class SaveDecision:
-    """Decides when to save. `is_due` and `is_due_at_end` give the same answer on every rank; all methods are local."""
+    """Decides when to save. `is_due` and `is_due_at_end` give the same answer on every rank.
+
+    All methods are local, except `evaluated`.
+    """
 
     def __init__(self, config: RunConfig, runtime: Runtime, pending: PendingSave, ask: Callable[[bool], None]):
         """`ask(value)` sets whether the next control word of this rank asks for a save."""
@@ -63,6 +67,21 @@ class SaveDecision:
     def agree(self) -> None:
         """Save after this step: the control word asked for it, or an evaluation is the best so far."""
         self.agreed = True
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation to the checkpoint of this step, or save it if they are the best. Collective.
+
+        The best checkpoint belongs to the best evaluation, so it is saved now, and not when the next save is due.
+        """
+        if self._pending.add_metrics(step, metrics):
+            return
+
+        # Rank 0 alone looks at the checkpoints, so that all ranks get the same answer.
+        found = score(self._config, metrics)
+        if found is not None:
+            best = self._runtime.collectives.run_on_rank0(self._pending.best_score)
+            if best is not None and found > best:
+                self.agree()
 
     def is_due(self, step: int, preempted: bool) -> bool:
         """Return whether to save the state after `step` steps. No state is saved twice, unless its save was aborted."""

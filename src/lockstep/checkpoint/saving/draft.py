@@ -1,4 +1,4 @@
-"""The folder of a checkpoint that is not committed yet, and what the ranks tell each other through it.
+"""Where a rank saves: the folder of a checkpoint that is not committed yet, and what ranks tell each other through it.
 
     step-N.tmp-TOKEN-NUMBER/rank-RANK.safetensors   the file of a rank
     step-N.tmp-TOKEN-NUMBER/rank-RANK.json          its confirmation, for rank 0
@@ -10,13 +10,59 @@ Ranks communicate only through the storage, so that a rank that hangs blocks no 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lockstep.checkpoint.manifest import File, TensorEntry, tensors_from_json, tensors_to_json
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.metrics import CheckpointMetrics
+from lockstep.checkpoint.saving.outcome import SaveFailed
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.transitions import owner_of
+from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import MANIFEST, confirmation_name, draft_name, file_name
+
+
+@dataclass
+class SaveContext:
+    """What all saves of a run have in common: where a rank saves, and with which settings."""
+
+    storage: CheckpointStorage
+    rank: int
+    world_size: int
+    token: str  # identifies this attempt of the run
+    checkpoint_config: CheckpointConfig
+
+    # Called on rank 0 right after the rename. If it raises, the checkpoint is safe, and its outcome has a warning.
+    on_commit: Callable[[], None] = lambda: None
+
+    # The metrics of the committed checkpoints, which `apply_retention` compares.
+    metrics_cache: CheckpointMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.token.isalnum(), self.token  # it becomes part of a folder's name
+        self.metrics_cache = CheckpointMetrics(self.storage)
+
+    def check_owner(self) -> None:
+        """Raise SaveFailed if this attempt does not own the checkpoints any more; `taken_over`: another one does."""
+        # If this process was suspended for a while, its run may already continue elsewhere.
+        owner = owner_of(self.storage)
+        if not owner:
+            raise SaveFailed("no attempt owns the checkpoints: the file `owner` is gone")
+
+        if owner != self.token:
+            raise SaveFailed(f"another attempt has taken over this run (its token is {owner})", taken_over=True)
+
+    def is_taken_over(self) -> bool:
+        """Return whether another attempt owns the checkpoints; False if that cannot be read now."""
+        try:
+            self.check_owner()
+        except SaveFailed as failed:
+            return failed.taken_over
+        except OSError:
+            pass
+
+        return False
 
 
 @dataclass(frozen=True)

@@ -22,31 +22,22 @@ class Committed:
     warnings: tuple[str, ...] = ()  # what went wrong despite the commit, each in a sentence
 
 
-@dataclass(frozen=True)
-class SaveFailed:
-    """The save was not committed, and its files were deleted."""
+@dataclass
+class SaveFailed(Exception):
+    """The save was not committed, and its files were deleted.
+
+    The code of a save raises it for a reason other than an OSError.
+    """
 
     reason: str
     caused_elsewhere: bool = False  # by another rank or another attempt
     taken_over: bool = False  # another attempt owns the checkpoints: no later save of this one can succeed
 
+    def __str__(self) -> str:
+        return self.reason
+
 
 SaveOutcome = Written | Committed | SaveFailed
-
-
-# ---- ending a save early ----
-
-
-class SaveError(Exception):
-    """A save must not be committed, for a reason other than an OSError. The message is the reason."""
-
-    def __init__(self, reason: str, caused_elsewhere: bool = False):
-        super().__init__(reason)
-        self.caused_elsewhere = caused_elsewhere
-
-
-class TakenOver(SaveError):
-    """Another attempt of the run owns the checkpoints by now. This one can never commit again."""
 
 
 class AbortRequest:
@@ -66,12 +57,12 @@ class AbortRequest:
         return self._requested.is_set()
 
     def check(self) -> None:
-        """Raise SaveError if the save is to end."""
+        """Raise SaveFailed if the save is to end."""
         if self.requested:
-            raise SaveError(self.reason)
+            raise SaveFailed(self.reason)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, but wake up and raise SaveError as soon as the save is to end."""
+        """Sleep, but wake up and raise SaveFailed as soon as the save is to end."""
         self._requested.wait(seconds)
         self.check()
 

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
+from lockstep.checkpoint.retention import score
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.retry import Backoff
 from lockstep.errors import UserError
 from lockstep.runtime.context import EventLogger, Runtime
@@ -73,6 +74,7 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
         self._last_time = time.monotonic()  # see `seconds_since_last`
+        self._said_best_unknown = False  # whether a warning says that the best checkpoint cannot be looked up
 
     def note_end(self, saves_again: bool) -> None:
         """Note that no step follows, so that the warning about a save that fails says whether it is tried again."""
@@ -109,13 +111,12 @@ class PendingSave:
         """Whether the last save has failed, and none is in flight."""
         return self.failure is not None and self.save is None
 
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics of the save in flight: the late ones, if there are any; {} if no save is in flight."""
-        if self.save is None:
-            return {}
+    def last_location(self) -> str | None:
+        """Return where the last committed checkpoint of this run is; None if there is none."""
+        step = self.last_committed
+        return None if step is None else str(Checkpoint.of(self._context.storage, step).path)
 
-        return self.save.metrics if self._late_metrics is None else self._late_metrics
+    # ---- the metrics of an evaluation ----
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet.
@@ -137,9 +138,34 @@ class PendingSave:
         try:
             self._context.check_owner()
             self._context.metrics_cache.write(step, metrics)
-        except (OSError, SaveError) as error:
+        except (OSError, SaveFailed) as error:
             reason = f"the checkpoint of step {step} does not have the metrics of its evaluation: {error}"
             self._log_event("warning", reason=reason)
+
+    def best_score(self) -> float | None:
+        """Return the best score of all checkpoints and of the save in flight; -inf if none has a score.
+
+        Return None if the checkpoints cannot be listed or read, which must not end the run: the next evaluation tries
+        again. A warning says so, once until they can be read again.
+        """
+        try:
+            metrics = [*self._context.metrics_cache.by_step().values()]
+        except OSError as error:
+            if not self._said_best_unknown:
+                reason = f"the last evaluation may be the best so far, but is not saved: {error}"
+                self._log_event("warning", reason=reason)
+                self._said_best_unknown = True
+
+            return None
+
+        self._said_best_unknown = False
+        if self.save is not None:
+            metrics.append(self.save.metrics if self._late_metrics is None else self._late_metrics)
+
+        scores = [score(self._context.checkpoint_config, of_step) for of_step in metrics]
+        return max((found for found in scores if found is not None), default=-math.inf)
+
+    # ---- the outcome ----
 
     def poll(self) -> bool:
         """Log the save if it is committed by now. Return whether it failed on this rank, for the control word."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -26,19 +27,10 @@ from rich.filesize import decimal as size_text
 from lockstep import faults
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.saving.commit import commit, tidy_up
-from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import (
-    AbortRequest,
-    SaveError,
-    SaveFailed,
-    SaveOutcome,
-    TakenOver,
-    Written,
-    as_text,
-)
+from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
+from lockstep.checkpoint.saving.outcome import AbortRequest, SaveFailed, SaveOutcome, Written, as_text
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Copied, Snapshot
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
+from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.files import split
 from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.runtime.shards import LocalShard
@@ -266,8 +258,8 @@ class Save:
             # Only what is known to be too large is refused: other processes may fill the disk meanwhile.
             if free is not None and free < self.file_size:
                 sizes = f"{size_text(self.file_size)} to write, {size_text(self.file_size - free)} too little"
-                raise SaveError(f"{self._no_room()}: {sizes}")
-        except (OSError, SaveError) as error:
+                raise SaveFailed(f"{self._no_room()}: {sizes}")
+        except (OSError, SaveFailed) as error:
             self._fail(error)
             return True
 
@@ -295,8 +287,8 @@ class Save:
             return SaveFailed(self._abort.reason)
 
         match error:
-            case SaveError():
-                return SaveFailed(str(error), error.caused_elsewhere, isinstance(error, TakenOver))
+            case SaveFailed():
+                return replace(error)  # without its traceback, which would keep the buffer
 
             case FileNotFoundError() | FileExistsError() | InvalidCheckpoint() if self.draft.is_gone():
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.

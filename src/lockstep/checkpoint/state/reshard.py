@@ -1,4 +1,4 @@
-"""Choose which tensors and shards each rank writes and reads. A checkpoint can be loaded on any number of ranks.
+"""What each rank writes and reads of the tensors. A checkpoint can be loaded on any number of ranks.
 
 A DTensor is sharded: every rank writes its shard, and reads the slice of the full tensor that it holds now. Any other
 tensor is replicated: one of the ranks that hold it writes it, and all ranks that need it read it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,29 @@ class ParameterHolders:
 
 
 # ---- writing ----
+
+
+class Rank0Contents(NamedTuple):
+    """What rank 0 writes to the manifest besides the files and their tensors. It must not change meanwhile."""
+
+    # For tied tensors: other name -> name among the shards.
+    aliases: Mapping[str, str] = {}
+
+    # `Manifest.values`, encoded by `encoding.pack`.
+    values: Mapping[str, Any] = {}
+
+
+class RankContents(NamedTuple):
+    """What one rank writes to a checkpoint. Nothing is copied yet."""
+
+    # The shards that this rank writes, by tensor name.
+    shards: Mapping[str, LocalShard]
+
+    # Unused on other ranks.
+    of_rank0: Rank0Contents = Rank0Contents()
+
+    # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
+    copy_later: Collection[str] = ()
 
 
 def replicated_sizes(tensors: Mapping[str, CapturedTensor]) -> dict[str, int]:

@@ -21,15 +21,20 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.contents import Rank0Contents, RankContents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
-from lockstep.checkpoint.state.loop_state import LoopState
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.reshard import ParameterHolders, replicated_sizes, shards_to_write
+from lockstep.checkpoint.state.reshard import (
+    ParameterHolders,
+    Rank0Contents,
+    RankContents,
+    replicated_sizes,
+    shards_to_write,
+)
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
+    LoopState,
     RegisteredState,
     Stateful,
     capture_parameter_tensors,

@@ -131,8 +131,7 @@ def _resume(
     may_resume = builder.folder.start_from.will_load(has_checkpoint=True)
     foreseen = [] if may_resume else _look_ahead(builder, stepper, plan)
 
-    checkpoints.open()
-    resumed = checkpoints.resume()
+    resumed = checkpoints.open()
     if resumed:
         plan = continue_plan(resumed, plan, source, stepper, builder.config)
 
