@@ -9,8 +9,7 @@ import pytest
 
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import CheckpointStorage, list_checkpoints
 from lockstep.precision import PRECISIONS
 from lockstep.runtime.world import World
 from pool import Pool

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import manifest_reader
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage
 from lockstep.parallel.cudagraph.device import CudaDevice
 
 

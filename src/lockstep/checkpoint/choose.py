@@ -13,8 +13,7 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, saved_retention
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.run_folder.paths import read_path

@@ -20,8 +20,7 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.transitions import delete_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.observe.formats import columns

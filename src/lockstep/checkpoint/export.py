@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.integrity import deleted_error, verify_checkpoint
 from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight_name
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import Checkpoint
 from lockstep.errors import UserError
 from lockstep.run_folder.names import AVERAGED_WEIGHTS, WEIGHTS
 

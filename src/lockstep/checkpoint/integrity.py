@@ -12,8 +12,8 @@ import xxhash
 from lockstep.checkpoint.manifest import Damaged, File, InvalidCheckpoint, Manifest, Piece
 from lockstep.checkpoint.manifest_reader import open_file, read_manifest
 from lockstep.checkpoint.rank_file import locate, read_header
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
+from lockstep.checkpoint.storage.folder import Checkpoint
 from lockstep.errors import UserError
 
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import Checkpoint
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
 FORMAT = 5

@@ -38,7 +38,7 @@ from lockstep.checkpoint.manifest import (
     byte_count,
     canonical,
 )
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import Checkpoint
 from lockstep.checkpoint.storage.retry import NO_RIGHT
 from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
 

@@ -30,8 +30,7 @@ from lockstep.checkpoint.manifest_reader import (
     read_manifest,
     require,
 )
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.run_folder.checkpoint_names import STEP_METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
+from lockstep.checkpoint.storage.folder import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.transitions import delete_checkpoints
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig

@@ -28,8 +28,7 @@ from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage
 from lockstep.checkpoint.storage.transitions import (
     claim,
     delete_leftovers,

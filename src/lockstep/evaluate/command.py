@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import api, targets
 from lockstep.checkpoint.choose import choose, no_choice_error
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import CheckpointStorage, list_checkpoints
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.choose import run_folder_of
 from lockstep.checkpoint.export import read_weights
 from lockstep.checkpoint.state.digests import digest
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import Checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.hf import adapters
 from lockstep.hf.local import LOCAL, load_config, load_model, no_progress_bars, package

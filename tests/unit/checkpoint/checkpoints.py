@@ -19,8 +19,7 @@ from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime.shards import LocalShard, shard_of

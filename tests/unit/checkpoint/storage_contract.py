@@ -9,8 +9,7 @@ import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store
 from lockstep.checkpoint.storage.transitions import (
     claim,

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint import command
 from lockstep.checkpoint.export import export_weights
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.transitions import set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError

@@ -29,8 +29,7 @@ from lockstep.checkpoint.loading.search import ReportedProblem, VerifyingRanks, 
 from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode_manifest
 from lockstep.checkpoint.manifest_reader import check_written, decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.transitions import claim, delete_checkpoint
 from lockstep.errors import UserError

@@ -17,8 +17,7 @@ import pytest
 from checkpoints import load, same, state
 
 import preloaded
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.transitions import delete_leftovers
 from lockstep.run_folder.checkpoint_names import file_name
 from saved import newest_step

@@ -22,8 +22,7 @@ from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of, read_metrics, write_metrics
 from lockstep.checkpoint.retention import best_checkpoint
 from lockstep.checkpoint.state.reshard import RankContents
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError

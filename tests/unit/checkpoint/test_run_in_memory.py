@@ -40,8 +40,7 @@ from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.checkpoint.storage import retry as retry_module
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.checkpoint.storage.transitions import delete_checkpoint
 from lockstep.config import flatten, resolve

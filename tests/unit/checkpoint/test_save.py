@@ -35,8 +35,7 @@ from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage import folder as folder_module
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, NotDurable, list_checkpoints
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.checkpoint.storage.transitions import (
     claim,

@@ -28,9 +28,8 @@ from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage import files, folder
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.checkpoint.storage.transitions import delete_leftovers, set_aside_later

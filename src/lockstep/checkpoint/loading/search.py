@@ -22,8 +22,7 @@ from lockstep.checkpoint.manifest import (
     WrongFormat,
 )
 from lockstep.checkpoint.reader import CheckpointReader, unreadable_error
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.retry import Gather, retry_together, run_on_all_ranks
 from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.errors import UserError

@@ -35,8 +35,7 @@ from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFailed, as_text
 from lockstep.checkpoint.state.reshard import Rank0Contents
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.folder import NotDurable
+from lockstep.checkpoint.storage.folder import Checkpoint, NotDurable
 from lockstep.checkpoint.storage.retry import Backoff
 from lockstep.checkpoint.storage.transitions import commit_draft, delete_replaced, finish_deletions, update_latest
 from lockstep.errors import listed_ranks

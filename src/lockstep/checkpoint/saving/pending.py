@@ -19,7 +19,7 @@ from lockstep.checkpoint.retention import score
 from lockstep.checkpoint.saving.draft import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, list_checkpoints
+from lockstep.checkpoint.storage.folder import Checkpoint, list_checkpoints
 from lockstep.checkpoint.storage.retry import Backoff
 from lockstep.errors import UserError
 from lockstep.runtime.context import EventLogger, Runtime

@@ -1,5 +1,7 @@
 """RUN/checkpoints: a folder that all ranks share, with everything but the tensors, which may be in a store.
 
+`CheckpointStorage` is the folder, and a `Checkpoint` one checkpoint in it, which the rest of the package passes around.
+
 A store (`stores`) cannot rename, and cannot change several objects at once. So it holds only the contents of the ranks'
 tensor files. Everything else is in the run's folder, and one rename there is the commit:
 
@@ -21,6 +23,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
@@ -33,10 +36,12 @@ from lockstep.run_folder.checkpoint_names import (
     OWNER,
     TENSOR_SUFFIX,
     URL_SUFFIX,
+    committed_names,
     file_name,
     folder_name,
     is_object_url,
     object_url,
+    step_in,
 )
 from lockstep.run_folder.paths import CHECKPOINTS
 
@@ -211,6 +216,55 @@ class CheckpointStorage:
         store.delete(url)
         if found != written:
             raise OSError(errno.EIO, "other bytes were read than were written", url)
+
+
+# ---- one checkpoint, and the list of all ----
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One folder of a storage: a checkpoint that is committed, not yet committed, or set aside."""
+
+    storage: CheckpointStorage
+    name: str
+
+    @classmethod
+    def of(cls, storage: CheckpointStorage, step: int) -> Checkpoint:
+        """Return the committed checkpoint of a step."""
+        return cls(storage, folder_name(step))
+
+    @property
+    def path(self) -> Path:
+        """The folder of this checkpoint. Its tensors may be elsewhere: `open` finds them."""
+        return self.storage.root / self.name
+
+    @property
+    def step(self) -> int:
+        """The step of a committed checkpoint; no other has one."""
+        step = step_in(self.name)
+        assert step is not None, self.name
+        return step
+
+    def exists(self) -> bool:
+        """Return whether this folder is there. A run deletes its checkpoints while others read them."""
+        return self.name in self.storage.folders()
+
+    def has(self, file: str) -> bool:
+        """Return whether a file is there, as this machine sees it."""
+        try:
+            self.open(file).close()
+        except FileNotFoundError:
+            return False
+
+        return True
+
+    def open(self, file: str) -> io.BufferedIOBase:
+        return self.storage.open(f"{self.name}/{file}")
+
+
+def list_checkpoints(storage: CheckpointStorage) -> list[Checkpoint]:
+    """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
+    return [Checkpoint(storage, name) for name in committed_names(storage.folders())]
 
 
 # ---- files that hold the URL of an object ----

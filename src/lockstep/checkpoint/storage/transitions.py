@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Literal
 
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
+from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable, list_checkpoints
 from lockstep.run_folder.checkpoint_names import (
     LATEST,
     OWNER,

@@ -13,7 +13,7 @@ from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.encoding import unpack
 from lockstep.checkpoint.state.stateful import restore_parameter_tensors
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import Checkpoint
 from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView

@@ -9,8 +9,7 @@ from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.state.tensor_names import frozen_names
-from lockstep.checkpoint.storage.checkpoint import list_checkpoints
-from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.folder import CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.retry import READ_FIX, retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
