@@ -24,7 +24,7 @@ from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, li
 from lockstep.checkpoint.storage.transitions import delete_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.observe.formats import columns
-from lockstep.run_folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
+from lockstep.run_folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside
 from lockstep.run_folder.names import EXPORT
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -153,7 +153,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     for name in names:
         try:
             if not dry_run:
-                _delete(storage, name)
+                delete_checkpoint(storage, name, secrets.token_hex(8))
         except OSError as error:
             # A store may be out of reach. The other checkpoints are deleted all the same.
             failed = 1
@@ -162,14 +162,6 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
             lines.append(f"{'would delete' if dry_run else 'deleted'} {name}")
 
     return "\n".join(lines) or "nothing to delete", failed
-
-
-def _delete(storage: CheckpointStorage, name: str) -> None:
-    # Only a committed name must be renamed first: readers ignore all others.
-    if step_in(name) is None:
-        storage.delete(name)
-    else:
-        delete_checkpoint(storage, name, secrets.token_hex(8))
 
 
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:

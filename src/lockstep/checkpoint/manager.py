@@ -92,8 +92,8 @@ class CheckpointManager:
         self.state = state
         self.pending = PendingSave(self._context, runtime, log_event, folder.as_shown)
         self.decision = SaveDecision(config, runtime, self.pending, ask_for_save)
-        self._resumer = Resumer(folder, storage, state, config, runtime, log_event, fixed_settings)
-        self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, log_event)
+        self._resumer = Resumer(folder, storage, state, self.pending, config, runtime, log_event, fixed_settings)
+        self.rewinder = Rewinder(self._resumer)
 
     # ---- before the first step ----
 
@@ -119,12 +119,7 @@ class CheckpointManager:
             check_room(self._storage, self.state, self._runtime, timeout_s, self._log_event)
 
         reader = self._resumer.find(self._folder.start_from)
-        if reader is None:
-            return None
-
-        resumed = self._resumer.load(reader)
-        self.pending.note_loaded(resumed.own_step)
-        return resumed
+        return None if reader is None else self._resumer.load(reader)
 
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.

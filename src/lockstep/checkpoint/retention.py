@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.storage.folder import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.transitions import delete_checkpoints
+from lockstep.checkpoint.storage.transitions import delete_all
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import folder_name
@@ -81,7 +81,7 @@ def apply_retention(metrics: CheckpointMetrics, config: CheckpointConfig, token:
         metrics_by_step = {checkpoint.step: {} for checkpoint in list_checkpoints(metrics.storage)}
 
     names = [folder_name(step) for step in steps_to_delete(metrics_by_step, config)]
-    return delete_checkpoints(metrics.storage, names, token)
+    return delete_all(metrics.storage, names, token)
 
 
 class BestCheckpoint(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.loading.search import Found, wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.state.run_state import RunState, require_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
@@ -41,7 +42,6 @@ class Resumed:
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     other_changes: list[str]  # since the save, besides `changed_settings`
-    own_step: int | None  # `step`; None if the run does not keep this checkpoint: it is another run's, or was set aside
 
     @property
     def changes(self) -> list[str]:
@@ -49,26 +49,18 @@ class Resumed:
         return [*map(str, self.changed_settings), *self.other_changes]
 
 
+@dataclass(frozen=True, eq=False)
 class Resumer:
     """Finds and loads checkpoints for one run, which keeps its own checkpoints in `storage`."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        storage: CheckpointStorage,
-        state: RunState,
-        config: RunConfig,
-        runtime: Runtime,
-        log_event: EventLogger,
-        fixed_settings: Collection[str],
-    ):
-        self.folder = folder
-        self.storage = storage
-        self.state = state
-        self.config = config
-        self.runtime = runtime
-        self.log_event = log_event
-        self.fixed_settings = fixed_settings
+    folder: RunFolder
+    storage: CheckpointStorage
+    state: RunState
+    pending: PendingSave
+    config: RunConfig
+    runtime: Runtime
+    log_event: EventLogger
+    fixed_settings: Collection[str]  # see `Task`
 
     def find(self, start: StartFrom) -> CheckpointReader | None:
         """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
@@ -125,7 +117,7 @@ class Resumer:
         step = reader.manifest.step
 
         # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
-        is_kept = self._is_own(reader.checkpoint.storage) and step_in(reader.checkpoint.name) is not None
+        is_kept = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
         # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
         # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
@@ -137,6 +129,7 @@ class Resumer:
         if self.runtime.is_main and is_kept:
             self.folder.end_going_back()
 
+        self.pending.note_loaded(step if is_kept else None)
         reseed_at(self.config.seed, step)
 
         return Resumed(
@@ -146,19 +139,14 @@ class Resumer:
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
             other_changes=other_changes,
-            own_step=step if is_kept else None,
         )
-
-    def _is_own(self, storage: CheckpointStorage) -> bool:
-        """Return whether `storage` is that of this run, and not of one from which it starts."""
-        return storage == self.storage
 
     def _change_if_own(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
         """Call `act` on rank 0, unless `storage` is of another run, which must not change.
 
         Return its result, or None, on every rank. Collective.
         """
-        act_here = act if self._is_own(storage) else lambda: None
+        act_here = act if storage == self.storage else lambda: None
         problem = f"the checkpoints in {self.storage.root} cannot be set aside"
         return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act_here, problem)
 

@@ -9,30 +9,19 @@ from collections import Counter
 from collections.abc import Callable
 
 from lockstep.checkpoint.loading.resume import Resumer
-from lockstep.checkpoint.saving.pending import PendingSave
-from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
 from lockstep.run_folder.start_from import StartFrom
-from lockstep.runtime.context import EventLogger
 from lockstep.task import BatchSource, StepResult
 
 
 class Rewinder:
     """Takes a run back to its last checkpoint, and counts how often it has done so."""
 
-    def __init__(
-        self,
-        source: BatchSource,
-        config: RunConfig,
-        pending: PendingSave,
-        resumer: Resumer,
-        log_event: EventLogger,
-    ):
-        self._source = source
-        self._config = config
-        self._pending = pending
+    def __init__(self, resumer: Resumer):
         self._resumer = resumer
-        self._log_event = log_event
+        self._source = resumer.state.source
+        self._pending = resumer.pending
+        self._config = config = resumer.config
 
         # The key of a setting that is rewind; None if there is none.
         policies = {"nonfinite.policy": config.nonfinite.policy, "spike.policy": config.spike.policy}
@@ -92,17 +81,17 @@ class Rewinder:
         skipped_spans = [*self._source.skipped_spans, span]
 
         resumed = self._resumer.load(reader, rewinds=True)
-        self._pending.note_loaded(resumed.own_step)
         for skipped_span in skipped_spans:
             self._source.skip(skipped_span)
 
         start, stop = span
         skipped = f"{plural(stop - start, 'sample')} at positions {start} to {stop - 1}"
-        self._log_event("rewind", step=result.step + 1, to=resumed.step, reason=result.skip_reason, skipped=skipped)
+        log_event = self._resumer.log_event
+        log_event("rewind", step=result.step + 1, to=resumed.step, reason=result.skip_reason, skipped=skipped)
 
         # The checkpoint may be of an earlier attempt, with other objects.
         for change in resumed.other_changes:
-            self._log_event("warning", reason=f"the rewind did not restore everything: {change}")
+            log_event("warning", reason=f"the rewind did not restore everything: {change}")
 
     def _count(self, result: StepResult, to: int) -> None:
         """Count a rewind to the checkpoint of step `to`, and raise if there were too many without a new one."""

@@ -22,7 +22,7 @@ its name back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import lockstep
@@ -37,7 +37,7 @@ from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFail
 from lockstep.checkpoint.state.reshard import Rank0Contents
 from lockstep.checkpoint.storage.folder import Checkpoint, NotDurable
 from lockstep.checkpoint.storage.retry import Backoff
-from lockstep.checkpoint.storage.transitions import commit_draft, delete_replaced, finish_deletions, update_latest
+from lockstep.checkpoint.storage.transitions import commit_draft, delete_remains, update_latest
 from lockstep.errors import listed_ranks
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
 
@@ -80,16 +80,12 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
     return Committed(Checkpoint.of(storage, draft.step), len(encoded) + manifest.bytes, warnings)
 
 
-def tidy_up(draft: Draft, outcome: Committed, announced: Callable[[], None]) -> Committed:
-    """Do what follows a commit, and return the outcome with warnings of what has failed: the checkpoint is safe.
-
-    `announced` is called before old checkpoints are deleted.
-    """
+def tidy_up(draft: Draft, outcome: Committed) -> Committed:
+    """Do what follows a commit, and return the outcome with warnings of what has failed: the checkpoint is safe."""
     context = draft.context
     warnings = [*outcome.warnings]
     try:
         warnings += _announce(draft)
-        announced()
 
         # A commit that may not survive a power cut would leave none.
         if not outcome.warnings:
@@ -206,12 +202,9 @@ def _delete_old(draft: Draft) -> list[str]:
 
         # If one cannot be deleted, delete the others all the same: they would fill the disk. Retention does not count
         # replaced checkpoints, so a step that is saved again and again would fill it, too.
-        failures = (
-            finish_deletions(context.storage, context.token),
-            delete_replaced(context.storage, context.token),
-            apply_retention(context.metrics_cache, context.checkpoint_config, context.token),
-        )
-        if failed := next(filter(None, failures), None):
+        failed = delete_remains(context.storage, context.token)
+        not_kept = apply_retention(context.metrics_cache, context.checkpoint_config, context.token)
+        if failed := failed or not_kept:
             raise failed
     except (OSError, SaveFailed) as error:
         return [f"{_name(draft)} is safe, but older ones are not deleted: {error}"]

@@ -89,9 +89,9 @@ class PendingSave:
         self._retry_at = math.inf
         self._last_time = time.monotonic()
 
-    def note_loaded(self, own_step: int | None) -> None:
+    def note_loaded(self, step: int | None) -> None:
         """Take the checkpoint that was just loaded for the last one. None: this run does not keep it."""
-        self.last_committed = own_step
+        self.last_committed = step
         self._last_time = time.monotonic()
 
     def seconds_since_last(self) -> float:

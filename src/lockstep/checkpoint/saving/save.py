@@ -140,7 +140,6 @@ class Save:
 
         self.stall_s = 0.0  # how long training waited for the save
         self.write_s = 0.0  # until this rank's file is durable; on rank 0, until the commit
-        self._began = 0.0  # when the thread began
 
     # ---- what the training thread calls ----
 
@@ -195,18 +194,19 @@ class Save:
 
     def _run(self, copied: Copied, of_rank0: Rank0Contents) -> None:
         """Write, confirm and (on rank 0) commit. `outcome` says how the save ended: this raises no Exception."""
-        self._began = time.perf_counter()
+        began = time.perf_counter()
         try:
             # The copy of the optimizers' state may still be under way.
             copied.background_copy.run()
             self._write_file(copied)
 
-            self.write_s = time.perf_counter() - self._began
+            self.write_s = time.perf_counter() - began
             self._file_ended.set()
 
             if self.context.rank == 0:
                 self.outcome = commit(self.draft, self._abort, of_rank0, self.metrics)
-                self.outcome = tidy_up(self.draft, self.outcome, self._note_commit)
+                self.write_s = time.perf_counter() - began
+                self.outcome = tidy_up(self.draft, self.outcome)
             else:
                 self.outcome = Written()
         except BaseException as error:
@@ -243,10 +243,6 @@ class Save:
 
             digest.update(chunk)
             yield chunk
-
-    def _note_commit(self) -> None:
-        """Note how long the commit took, without the deletion of old checkpoints, which follows."""
-        self.write_s = time.perf_counter() - self._began
 
     # ---- a save that fails ----
 

@@ -1,7 +1,8 @@
 """Try again while the checkpoints are unreachable: how long, with which pauses, and after which errors.
 
 `retry_together` and `retry_on_rank0` are for ranks that act together: all of them try again, and give up at the same
-time. A `CheckpointReader`, and a save that is tried again during training, wait on their own."""
+time. A `CheckpointReader`, and a save that is tried again during training, wait on their own.
+"""
 
 from __future__ import annotations
 

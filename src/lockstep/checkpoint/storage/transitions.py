@@ -6,7 +6,7 @@ checkpoint, and the next start does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal
 
@@ -19,6 +19,7 @@ from lockstep.run_folder.checkpoint_names import (
     name_before_replaced,
     name_replaced,
     name_to_delete,
+    step_in,
     token_in,
 )
 
@@ -52,14 +53,10 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
     put_back_replaced(storage)
     storage.delete_old_temporaries()
 
-    # What cannot be deleted now is deleted after the next commit.
-    delete_replaced(storage, token)
-
-    for name in storage.folders():
-        if token_in(name) not in (None, token):
-            # If another attempt still writes into the folder, the next start will delete it.
-            with suppress(OSError):
-                storage.delete(name)
+    # What cannot be deleted now is deleted after the next commit, or at the next start: another attempt may still write
+    # into its folder.
+    delete_remains(storage, token)
+    delete_all(storage, [name for name in storage.folders() if token_in(name) not in (None, token)], token)
 
 
 def update_latest(storage: CheckpointStorage) -> None:
@@ -121,42 +118,45 @@ def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
         raise
 
 
-def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
-    """Delete what this attempt has left half deleted: the store may be back. Return the first error, if there is one.
+def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
+    """Delete a checkpoint, or a draft. What a reader may look for is renamed first, so that no reader finds half of it.
 
-    The next start deletes what other attempts have left.
+    If the rest of it cannot be deleted now, `delete_remains` or the next start does it.
     """
-    names = [name for name in storage.folders() if is_half_deleted(name) and token_in(name) == token]
-    return _for_each(names, storage.delete)
+    if step_in(name) is not None or name_before_replaced(name) is not None:
+        stem, _, _ = name.partition(".")
+        temporary = name_to_delete(stem, token)
+
+        # A run and `lockstep ckpt prune` may delete the same one.
+        with suppress(FileNotFoundError):
+            _rename(storage, name, temporary)
+
+        name = temporary
+
+    storage.delete(name)
 
 
-def delete_checkpoints(storage: CheckpointStorage, names: Iterable[str], token: str) -> OSError | None:
-    """Delete several checkpoints, as `delete_checkpoint` does. Return the first error, if there is one."""
-    return _for_each(names, lambda name: delete_checkpoint(storage, name, token))
-
-
-def _for_each(names: Iterable[str], delete: Callable[[str], None]) -> OSError | None:
-    """Call `delete` for each name, and return its first error: what cannot be deleted must not keep the others."""
+def delete_all(storage: CheckpointStorage, names: Iterable[str], token: str) -> OSError | None:
+    """Delete several, and return the first error, if there is one: what cannot be deleted must not keep the others."""
     failed = None
     for name in names:
         try:
-            delete(name)
+            delete_checkpoint(storage, name, token)
         except OSError as error:
             failed = failed or error
 
     return failed
 
 
-def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
-    """Delete a checkpoint, or `step-N.replaced`. The folder is renamed first, so that no reader finds half of it."""
-    stem, _, _ = name.partition(".")
-    temporary = name_to_delete(stem, token)
+def delete_remains(storage: CheckpointStorage, token: str) -> OSError | None:
+    """Delete what this attempt has left half deleted, and the checkpoints whose replacement is committed.
 
-    # A run and `lockstep ckpt prune` may delete the same one.
-    with suppress(FileNotFoundError):
-        _rename(storage, name, temporary)
-
-    storage.delete(temporary)
+    Return the first error, if there is one.
+    """
+    folders = storage.folders()
+    half_deleted = [name for name in folders if is_half_deleted(name) and token_in(name) == token]
+    replaced = [name for name in folders if name_before_replaced(name) in folders]
+    return delete_all(storage, [*half_deleted, *replaced], token)
 
 
 def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
@@ -182,9 +182,3 @@ def put_back_replaced(storage: CheckpointStorage) -> None:
             # The writer may be alive, and may have committed the replacement at this moment.
             if before not in storage.folders():
                 raise
-
-
-def delete_replaced(storage: CheckpointStorage, token: str) -> OSError | None:
-    """Delete the checkpoints whose replacement is committed. Return the first error, if there is one."""
-    folders = storage.folders()
-    return delete_checkpoints(storage, [name for name in folders if name_before_replaced(name) in folders], token)
