@@ -36,7 +36,7 @@ from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFailed, as_text
 from lockstep.checkpoint.state.reshard import Rank0Contents
 from lockstep.checkpoint.storage.folder import Checkpoint, NotDurable
-from lockstep.checkpoint.storage.retry import Backoff
+from lockstep.checkpoint.storage.retry import backoff
 from lockstep.checkpoint.storage.transitions import commit_draft, delete_remains, update_latest
 from lockstep.errors import listed_ranks
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
@@ -118,7 +118,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
-    pauses = Backoff(0.01, 0.25)
+    pauses = backoff(0.01, 0.25)
 
     while True:
         # What has been confirmed is not read again.
@@ -140,7 +140,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
             files = "its file" if len(missing) == 1 else "their files"
             raise SaveFailed(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
 
-        abort.sleep(pauses.next())
+        abort.sleep(next(pauses))
 
 
 def _manifest(step: int, confirmations: list[Confirmation], of_rank0: Rank0Contents, has_metrics: bool) -> Manifest:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.saving.draft import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage.folder import Checkpoint, list_checkpoints
-from lockstep.checkpoint.storage.retry import Backoff
+from lockstep.checkpoint.storage.retry import backoff
 from lockstep.errors import UserError
 from lockstep.runtime.context import EventLogger, Runtime
 
@@ -67,7 +67,7 @@ class PendingSave:
         # Why the last save has failed (None: it has not), and when to try again, by this rank's clock.
         self.failure: str | None = None
         self._retry_at = math.inf
-        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
+        self._pauses = backoff(RETRY_S, MAX_RETRY_S)
 
         self._what_follows = CONTINUES  # if a save fails, for the warning
 
@@ -195,7 +195,7 @@ class PendingSave:
         self.last_committed = self.save.step
         self.save = None
         self.failure = None
-        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
+        self._pauses = backoff(RETRY_S, MAX_RETRY_S)
         return False
 
     def abort_if_failed(self) -> bool:
@@ -224,7 +224,7 @@ class PendingSave:
         with self._runtime.heartbeat.visit("commit"):
             self.save.abort(reason)
 
-        self._retry_at = time.monotonic() + self._backoff.next()
+        self._retry_at = time.monotonic() + next(self._pauses)
         self.failure = reason
         step = self.save.step
         self.save = None

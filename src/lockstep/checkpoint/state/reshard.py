@@ -1,4 +1,4 @@
-"""What each rank writes and reads of the tensors. A checkpoint can be loaded on any number of ranks.
+"""Which tensors and shards each rank writes and reads. A checkpoint can be loaded on any number of ranks.
 
 A DTensor is sharded: every rank writes its shard, and reads the slice of the full tensor that it holds now. Any other
 tensor is replicated: one of the ranks that hold it writes it, and all ranks that need it read it.

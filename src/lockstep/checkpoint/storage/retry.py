@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lockstep.errors import UserError, message_of, printable
@@ -36,18 +36,11 @@ Gather = Callable[[Any], list[Any]]
 Answer = TypeVar("Answer")
 
 
-class Backoff:
-    """Pauses between tries: each is twice as long as the last, up to a limit."""
-
-    def __init__(self, first_s: float, longest_s: float):
-        self._next_s = first_s
-        self._longest_s = longest_s
-
-    def next(self) -> float:
-        """Return the seconds of the next pause."""
-        pause = self._next_s
-        self._next_s = min(2 * pause, self._longest_s)
-        return pause
+def backoff(first_s: float, longest_s: float) -> Iterator[float]:
+    """Yield the seconds of the pauses between tries: each is twice as long as the last, up to a limit."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, longest_s)
 
 
 class Wait:
@@ -61,7 +54,7 @@ class Wait:
     def restart(self) -> None:
         """Begin again, because something was read."""
         self._began = time.monotonic()
-        self._backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        self._pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
 
     def left(self) -> float:
         """Return how many seconds are left, by this process's clock."""
@@ -77,7 +70,7 @@ class Wait:
 
     def pause(self, left: float) -> None:
         """Sleep until the next try, and no longer than what is `left`."""
-        time.sleep(min(self._backoff.next(), left))
+        time.sleep(min(next(self._pauses), left))
 
 
 class StorageUnavailable(UserError):
