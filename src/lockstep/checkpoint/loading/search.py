@@ -197,24 +197,22 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
     All ranks raise StorageUnavailable if any of them cannot look.
     """
     ask_all = partial(run_on_all_ranks, gather, problem=_cannot_list(storage))
-    looks = 0
-    while True:
+    differing: list[int] = []
+    for look in range(MAX_LOOKS):
+        # A rank may have an old listing of the directory. All ranks know what each has seen, so all of them look again.
+        if look > 0:
+            time.sleep(LOOK_PAUSE_S)
+
         # This is also a barrier: rank 0 has claimed the folder before.
         listed = ask_all(partial(_names, storage, only))
         names = listed.by_rank[0]
 
         seen = ask_all(partial(_seen_here, storage, names, listed.here)).by_rank
         differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
-
         if not differing:
             return names
 
-        # A rank may have an old listing of the directory. All ranks know what each has seen, so all of them look again.
-        looks += 1
-        if looks == MAX_LOOKS:
-            raise _not_shared_error(f"rank {differing[0]} finds different files there than rank 0")
-
-        time.sleep(LOOK_PAUSE_S)
+    raise _not_shared_error(f"rank {differing[0]} finds different files there than rank 0")
 
 
 def _cannot_list(storage: CheckpointStorage) -> str:
@@ -230,8 +228,7 @@ def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) 
     visible = sorted(set(names) & set(storage.folders()))
 
     # Both lists begin with the newest.
-    lists_newer = listed[:1] != names[:1] and _step_of_first(listed) > _step_of_first(names)
-    return [visible, lists_newer, owner_of(storage)]
+    return [visible, _step_of_first(listed) > _step_of_first(names), owner_of(storage)]
 
 
 def _step_of_first(names: list[str]) -> int:

@@ -44,7 +44,7 @@ class SaveContext:
         self.metrics_cache = CheckpointMetrics(self.storage)
 
     def check_owner(self) -> None:
-        """Raise SaveFailed if this attempt does not own the checkpoints any more; `taken_over`: another one does."""
+        """Raise SaveFailed if this attempt does not own the checkpoints, with `taken_over` if another one does."""
         # If this process was suspended for a while, its run may already continue elsewhere.
         owner = owner_of(self.storage)
         if not owner:

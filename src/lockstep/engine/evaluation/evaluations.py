@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.saving.decision import SaveDecision
 from lockstep.config import RunConfig
 from lockstep.engine.evaluation.early_stop import EarlyStop, check_metric
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet
@@ -26,7 +26,7 @@ class Evaluations:
         config: RunConfig,
         schedule: EvaluationSchedule,
         requests: Requests,
-        checkpoints: CheckpointManager,
+        saves: SaveDecision,
         learning_rate: LearningRate,
         recorder: Recorder,
         newest: Evaluation | None = None,
@@ -38,7 +38,7 @@ class Evaluations:
 
         # Objects that follow the results.
         self._requests = requests
-        self._checkpoints = checkpoints
+        self._saves = saves
         self._learning_rate = learning_rate
         self._recorder = recorder
 
@@ -77,7 +77,7 @@ class Evaluations:
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
 
-        self._checkpoints.decision.evaluated(evaluation.steps_done, results)
+        self._saves.evaluated(evaluation.steps_done, results)
 
         # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.
         if not self._learning_rate.observe(evaluation.loss, evaluation.steps_done):

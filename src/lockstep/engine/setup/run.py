@@ -302,7 +302,7 @@ def _make_evaluations(
         config=builder.config,
         schedule=EvaluationSchedule(builder.config.evaluate, plan.steps_per_epoch, plan.ahead, seconds),
         requests=requests,
-        checkpoints=checkpoints,
+        saves=checkpoints.decision,
         learning_rate=stepper.learning_rate,
         recorder=builder.recorder,
         newest=builder.evaluation,
