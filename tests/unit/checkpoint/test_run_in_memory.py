@@ -35,7 +35,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
-from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
+from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotCopy
 from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
@@ -128,9 +128,9 @@ def test_data_that_cannot_skip_samples_is_named_if_the_policy_is_rewind(tmp_path
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set when the run waits for a copy in the background, which does not begin before that, or for 2 s."""
     waits = threading.Event()
-    run, wait = BackgroundCopy.run, BackgroundCopy.wait
-    monkeypatch.setattr(BackgroundCopy, "run", lambda copy: (waits.wait(2), run(copy)))
-    monkeypatch.setattr(BackgroundCopy, "wait", lambda copy: (waits.set(), wait(copy)))
+    run, wait = SnapshotCopy.run, SnapshotCopy.wait
+    monkeypatch.setattr(SnapshotCopy, "run", lambda copy: (waits.wait(2), run(copy)))
+    monkeypatch.setattr(SnapshotCopy, "wait", lambda copy: (waits.set(), wait(copy)))
     return waits
 
 

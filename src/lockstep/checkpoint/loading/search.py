@@ -102,7 +102,7 @@ def newest_valid(
     Lockstep.
     """
     # The newest checkpoint comes first.
-    names = _agreed_names(storage, ranks.gather, only)
+    names = _agreed_names(storage, ranks, only)
     damaged: dict[str, Damaged] = {}
     gone = 0
 
@@ -116,12 +116,12 @@ def newest_valid(
 
         # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
         exists = run_on_all_ranks(ranks.gather, checkpoint.exists, _cannot_list(storage))
-        if not exists.by_rank[0]:
+        if not exists[0]:
             gone += 1
             if only or gone == MAX_GONE:
                 raise deleted_error(checkpoint)
 
-            names = _agreed_names(storage, ranks.gather, only)
+            names = _agreed_names(storage, ranks, only)
             continue
 
         # Only a damaged checkpoint is lost. If this one is not, an older checkpoint would lose progress.
@@ -174,7 +174,7 @@ def _late_as_unreadable(
         return problems
 
     problem = f"the files of {checkpoint.path} cannot be looked up"
-    seen = run_on_all_ranks(gather, lambda: [file for file in missing if checkpoint.has(file)], problem).by_rank
+    seen = run_on_all_ranks(gather, lambda: [file for file in missing if checkpoint.has(file)], problem)
     late = {file for files in seen for file in files}
     why = "some ranks see it, and others do not see it yet"
     return [
@@ -185,7 +185,7 @@ def _late_as_unreadable(
     ]
 
 
-def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
+def _agreed_names(storage: CheckpointStorage, ranks: VerifyingRanks, only: str | None) -> list[str]:
     """Return the names of the checkpoints that all ranks examine: what rank 0 lists, or `only` this one. Collective.
 
     Raise a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
@@ -196,7 +196,7 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
 
     All ranks raise StorageUnavailable if any of them cannot look.
     """
-    ask_all = partial(run_on_all_ranks, gather, problem=_cannot_list(storage))
+    ask_all = partial(run_on_all_ranks, ranks.gather, problem=_cannot_list(storage))
     differing: list[int] = []
     for look in range(MAX_LOOKS):
         # A rank may have an old listing of the directory. All ranks know what each has seen, so all of them look again.
@@ -205,9 +205,9 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
 
         # This is also a barrier: rank 0 has claimed the folder before.
         listed = ask_all(partial(_names, storage, only))
-        names = listed.by_rank[0]
+        names = listed[0]
 
-        seen = ask_all(partial(_seen_here, storage, names, listed.here)).by_rank
+        seen = ask_all(partial(_seen_here, storage, names, listed[ranks.rank]))
         differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
         if not differing:
             return names

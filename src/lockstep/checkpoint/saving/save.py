@@ -29,7 +29,7 @@ from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.saving.commit import commit, tidy_up
 from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import AbortRequest, SaveFailed, SaveOutcome, Written, as_text
-from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Copied, Snapshot
+from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotCopy
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.files import split
 from lockstep.run_folder.checkpoint_names import file_name
@@ -135,20 +135,20 @@ class Save:
         self._abort = AbortRequest()
         self._thread: threading.Thread | None = None
 
-        # What is copied while training continues, until `wait_for_copy`; None: nothing is left to wait for.
-        self._background_copy: BackgroundCopy | None = None
+        # The copy, which may go on while training continues, until `wait_for_copy`; None: nothing is left to wait for.
+        self._copy: SnapshotCopy | None = None
 
         self.stall_s = 0.0  # how long training waited for the save
         self.write_s = 0.0  # until this rank's file is durable; on rank 0, until the commit
 
     # ---- what the training thread calls ----
 
-    def write(self, copied: Copied, of_rank0: Rank0Contents) -> None:
+    def write(self, copy: SnapshotCopy, of_rank0: Rank0Contents) -> None:
         """Write the copy in a thread, or at once with `checkpoint.asynchronous=false`."""
-        self._background_copy = copied.background_copy
+        self._copy = copy
 
         # The thread gets the copy, and not the shards, which training changes meanwhile.
-        run = partial(self._run, copied, of_rank0)
+        run = partial(self._run, copy, of_rank0)
         if self.context.checkpoint_config.asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
             self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -170,10 +170,10 @@ class Save:
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
-        if self._background_copy is not None:
+        if self._copy is not None:
             began = time.perf_counter()
-            self._background_copy.wait()
-            self._background_copy = None
+            self._copy.wait()
+            self._copy = None
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
@@ -192,13 +192,13 @@ class Save:
 
     # ---- the thread ----
 
-    def _run(self, copied: Copied, of_rank0: Rank0Contents) -> None:
+    def _run(self, copy: SnapshotCopy, of_rank0: Rank0Contents) -> None:
         """Write, confirm and (on rank 0) commit. `outcome` says how the save ended: this raises no Exception."""
         began = time.perf_counter()
         try:
             # The copy of the optimizers' state may still be under way.
-            copied.background_copy.run()
-            self._write_file(copied)
+            copy.run()
+            self._write_file(copy)
 
             self.write_s = time.perf_counter() - began
             self._file_ended.set()
@@ -218,22 +218,22 @@ class Save:
             if not isinstance(error, Exception):
                 raise
 
-    def _write_file(self, copied: Copied) -> None:
+    def _write_file(self, copy: SnapshotCopy) -> None:
         """Write this rank's file, and confirm it for rank 0. The digest is computed while it is written."""
         digest = xxhash.xxh3_128()
         rank = self.context.rank
-        self.context.storage.write(self.draft.file(rank), self._chunks(copied, digest))
+        self.context.storage.write(self.draft.file(rank), self._chunks(copy, digest))
 
         # The last moment for an abort: once the file is confirmed, rank 0 may commit it.
         self._abort.check()
 
         # Rank 0 builds the manifest from the confirmations of all ranks.
         file = File(file_name(rank), self.file_size, digest.hexdigest())
-        self.draft.confirm(Confirmation(file, copied.layout.tensors))
+        self.draft.confirm(Confirmation(file, copy.layout.tensors))
 
-    def _chunks(self, copied: Copied, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+    def _chunks(self, copy: SnapshotCopy, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and update the digest. An aborted save ends between two chunks."""
-        chunks = [memoryview(copied.layout.header), *split(copied.data)]
+        chunks = [memoryview(copy.layout.header), *split(copy.data)]
         for number, chunk in enumerate(chunks):
             self._abort.check()
 

@@ -1,7 +1,7 @@
 """Copy the state to host memory.
 
 Model tensors are copied while training waits; optimizer state and averages are copied during the next forward and
-backward (`BackgroundCopy`).
+backward (`SnapshotCopy`).
 
 All copies are in one buffer, which is written as it is: it is the data section of the file. Tensors on the CPU are
 copied too, because training may change them before they are written.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -65,10 +64,10 @@ class Snapshot:
 
         return self.layout
 
-    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> Copied:
+    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> SnapshotCopy:
         """Copy `shards`, for which `reserve` has made room, except the tensors named in `copy_later`.
 
-        `Copied.background_copy` copies these tensors later. They must not change before its `wait` returns.
+        These are copied later, and must not change before `SnapshotCopy.wait` returns.
         """
         now: Pairs = []
         later: Pairs = []
@@ -78,27 +77,20 @@ class Snapshot:
 
         _copy(now)
         data = self._buffer[: self.layout.size].numpy().data
-        return Copied(self.layout, data, BackgroundCopy(later))
+        return SnapshotCopy(self.layout, data, later)
 
 
-@dataclass(frozen=True)
-class Copied:
-    """What one save writes: a copy of this rank's shards, which training does not change."""
+class SnapshotCopy:
+    """What one save writes: a copy of this rank's shards, which training does not change.
 
-    layout: FileLayout  # of the file
-    data: memoryview  # the data section of the file; complete once `background_copy` has run
-    background_copy: BackgroundCopy
-
-
-class BackgroundCopy:
-    """Copies what a snapshot has left for later, during the next forward and backward, which do not change it.
-
-    Tensors on a GPU are copied in a separate stream, for which the host does not wait. Tensors on the CPU are copied by
-    the thread that writes the file.
+    The tensors that were left for later are copied during the next forward and backward, which do not change them: from
+    a GPU in a separate stream, for which the host does not wait, and on the CPU by the thread that writes the file.
     """
 
-    def __init__(self, pairs: Pairs):
-        self._pairs = [(view, source.detach()) for view, source in pairs]
+    def __init__(self, layout: FileLayout, data: memoryview, later: Pairs):
+        self.layout = layout  # of the file
+        self.data = data  # the data section of the file; complete once `run` has returned
+        self._pairs = [(view, source.detach()) for view, source in later]
 
         # The version counters of the tensors show whether training has changed one of them during the copy.
         self._versions = self._versions_now()

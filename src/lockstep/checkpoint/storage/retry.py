@@ -10,7 +10,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.errors import UserError, message_of, printable
 
@@ -93,7 +93,7 @@ def retry_on_rank0(
 
     # The other ranks have nothing to do, and get rank 0's result.
     act_here = act if runtime.is_main else lambda: None
-    return retry_together(lambda: run_on_all_ranks(gather, act_here, problem, fix), runtime, timeout_s).by_rank[0]
+    return retry_together(lambda: run_on_all_ranks(gather, act_here, problem, fix), runtime, timeout_s)[0]
 
 
 def retry_together(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
@@ -118,15 +118,8 @@ def retry_together(act: Callable[[], Answer], runtime: Runtime, timeout_s: float
         runtime.heartbeat.keep_alive()
 
 
-class Answers(NamedTuple):
-    """What a function has returned on this rank, and on all ranks."""
-
-    here: Any
-    by_rank: list[Any]
-
-
-def run_on_all_ranks(gather: Gather, act: Callable[[], Any], problem: str, fix: str = READ_FIX) -> Answers:
-    """Call `act` on all ranks. Collective.
+def run_on_all_ranks(gather: Gather, act: Callable[[], Any], problem: str, fix: str = READ_FIX) -> list[Any]:
+    """Call `act` on all ranks, and return the results by rank. Collective.
 
     All ranks raise StorageUnavailable if one of them has an OSError, or a UserError if waiting does not help. For the
     message, `problem` is its first sentence, and `fix` is what to do about it.
@@ -147,7 +140,7 @@ def run_on_all_ranks(gather: Gather, act: Callable[[], Any], problem: str, fix: 
         errnos = {number for _, _, number in answers}
         raise _storage_error(problem, "; ".join(failures), fix, errnos)
 
-    return Answers(found, [answer for answer, _, _ in answers])
+    return [answer for answer, _, _ in answers]
 
 
 def _storage_error(problem: str, found: str, fix: str, errnos: set[int | None]) -> UserError:
