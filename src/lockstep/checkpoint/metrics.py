@@ -1,8 +1,9 @@
 """The metrics of checkpoints, by which `checkpoint.best` compares them.
 
-They are in a small file beside the manifest, `metrics.json`: an evaluation may come after the save, and a run saves no
-step twice only to add its results. The file is replaced in one piece, and holds its own digest. A step without
-the file was not evaluated, unless the manifest says that it was saved with metrics. This module does not import torch.
+They are in a small file beside the manifest, `metrics.json`, because an evaluation may come after the save: its results
+are then added without saving the step again. The file is replaced in one piece, and holds its own digest. A step
+without the file was not evaluated, unless the manifest says that it was saved with metrics. This module does not import
+torch.
 """
 
 from __future__ import annotations

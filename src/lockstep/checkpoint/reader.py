@@ -191,7 +191,7 @@ class CheckpointReader:
                 raise
 
     def _until_readable(self, act: Callable[[], Answer]) -> Answer:
-        """Call `act` until it raises neither Unreadable nor Missing, for `timeout_s` seconds in which nothing was read.
+        """Call `act` again while it raises Unreadable or Missing. Give up after `timeout_s` seconds without progress.
 
         A file that is missing was there when it was verified, on this machine or another. So it is waited for, unless
         the checkpoint is gone.

@@ -51,23 +51,18 @@ class WeightSource(Protocol):
 
     def names(self) -> Sequence[str]:
         """Return the names of all tensors."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the full tensor."""
-        ...
 
     def is_floating_point(self, name: str) -> bool:
         """Return whether its numbers are floating-point numbers."""
-        ...
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the slice of this shape that begins at `offset` in the full tensor, on the CPU."""
-        ...
 
     def digest(self, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> str:
         """Return a digest of all files. Collective: each rank reads its share of them."""
-        ...
 
 
 def open_source(path: Path, runtime: Runtime, timeout_s: float, log_event: EventLogger) -> WeightSource:

@@ -119,13 +119,13 @@ class Resumer:
         # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
         is_kept = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
-        # Set aside the later checkpoints of this run, which will write them again. If the loaded checkpoint was set
-        # aside before, another one may have the name of its step. It belongs to the history that this run has left, so
-        # it is set aside, too. All ranks wait here, because none may save before this is done.
+        # Set aside the later checkpoints of this run, which will write them again. If the loaded one had been set aside
+        # before, the run may keep another checkpoint of the same step: it is of the history that the run has left, and
+        # is set aside, too. All ranks wait here, because none may save before this is done.
         last_kept = step if is_kept else step - 1
         self._change_if_own(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
-        # After the checkpoint of another run, a later attempt must load that one again, until this run has saved.
+        # A checkpoint that the run does not keep must be loaded again by later attempts, until the run has saved.
         if self.runtime.is_main and is_kept:
             self.folder.end_going_back()
 

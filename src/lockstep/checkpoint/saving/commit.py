@@ -32,7 +32,7 @@ from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_ma
 from lockstep.checkpoint.manifest_reader import check_written
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
-from lockstep.checkpoint.saving.draft import Confirmation, Draft
+from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFailed, as_text
 from lockstep.checkpoint.state.reshard import Rank0Contents
 from lockstep.checkpoint.storage.folder import Checkpoint, NotDurable
@@ -78,25 +78,6 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
 
     context.metrics_cache.add(draft.step, metrics)
     return Committed(Checkpoint.of(storage, draft.step), len(encoded) + manifest.bytes, warnings)
-
-
-def tidy_up(draft: Draft, outcome: Committed) -> Committed:
-    """Do what follows a commit, and return the outcome with warnings of what has failed: the checkpoint is safe."""
-    context = draft.context
-    warnings = [*outcome.warnings]
-    try:
-        warnings += _announce(draft)
-
-        # A commit that may not survive a power cut would leave none.
-        if not outcome.warnings:
-            warnings += _delete_old(draft)
-
-        file = f"{folder_name(draft.step)}/{file_name(0)}"
-        faults.damage_committed(context.storage, file, draft.step)
-    except Exception as error:  # an exception would be lost with the thread
-        warnings.append(f"{_name(draft)} is safe, but tidying up after it failed: {as_text(error)}")
-
-    return replace(outcome, warnings=tuple(warnings))
 
 
 def _name(draft: Draft) -> str:
@@ -176,37 +157,45 @@ def _manifest(step: int, confirmations: list[Confirmation], of_rank0: Rank0Conte
 # ---- after the commit ----
 
 
-def _announce(draft: Draft) -> list[str]:
-    """Tell the run and people that the checkpoint is committed. Return warnings."""
-    draft.context.on_commit()
-    faults.fire("latest", draft.step)
-
-    # Nothing but people reads `latest`. If the disk is full, the deletions that follow make room for it.
-    try:
-        update_latest(draft.context.storage)
-    except OSError as error:
-        return [f"{_name(draft)} is safe, but the file latest does not name it: {error}"]
-
-    return []
-
-
-def _delete_old(draft: Draft) -> list[str]:
-    """Delete the checkpoints that are not kept any more. Return warnings.
-
-    What cannot be deleted now is deleted after the next commit.
-    """
+def tidy_up(draft: Draft, outcome: Committed) -> Committed:
+    """Do what follows a commit, and return the outcome with warnings of what has failed: the checkpoint is safe."""
     context = draft.context
+    warnings = [*outcome.warnings]
+    is_safe = f"{_name(draft)} is safe, but"
     try:
-        # Another attempt may have taken over, and may have gone back to an old checkpoint.
-        context.check_owner()
+        context.on_commit()
+        faults.fire("latest", draft.step)
 
-        # If one cannot be deleted, delete the others all the same: they would fill the disk. Retention does not count
-        # replaced checkpoints, so a step that is saved again and again would fill it, too.
-        failed = delete_remains(context.storage, context.token)
-        not_kept = apply_retention(context.metrics_cache, context.checkpoint_config, context.token)
-        if failed := failed or not_kept:
-            raise failed
-    except (OSError, SaveFailed) as error:
-        return [f"{_name(draft)} is safe, but older ones are not deleted: {error}"]
+        # Nothing but people reads `latest`. If the disk is full, the deletions that follow make room for it.
+        try:
+            update_latest(context.storage)
+        except OSError as error:
+            warnings.append(f"{is_safe} the file latest does not name it: {error}")
 
-    return []
+        # If this commit may not survive a power cut, there would be no checkpoint left. What cannot be deleted now is
+        # deleted after the next commit.
+        try:
+            if not outcome.warnings:
+                _delete_old(context)
+        except (OSError, SaveFailed) as error:
+            warnings.append(f"{is_safe} older ones are not deleted: {error}")
+
+        file = f"{folder_name(draft.step)}/{file_name(0)}"
+        faults.damage_committed(context.storage, file, draft.step)
+    except Exception as error:  # an exception would be lost with the thread
+        warnings.append(f"{is_safe} tidying up after it failed: {as_text(error)}")
+
+    return replace(outcome, warnings=tuple(warnings))
+
+
+def _delete_old(context: SaveContext) -> None:
+    """Delete the checkpoints that are not kept any more. Raise OSError, or SaveFailed."""
+    # Another attempt may have taken over, and may have gone back to an old checkpoint.
+    context.check_owner()
+
+    # If one cannot be deleted, delete the others all the same: they would fill the disk. Retention does not count
+    # replaced checkpoints, so a step that is saved again and again would fill it, too.
+    remaining = delete_remains(context.storage, context.token)
+    not_kept = apply_retention(context.metrics_cache, context.checkpoint_config, context.token)
+    if failed := remaining or not_kept:
+        raise failed

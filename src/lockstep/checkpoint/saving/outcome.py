@@ -26,7 +26,7 @@ class Committed:
 class SaveFailed(Exception):
     """The save was not committed, and its files were deleted.
 
-    The code of a save raises it for a reason other than an OSError.
+    It is raised inside a save that must end for a reason other than an OSError, and is then its outcome.
     """
 
     reason: str
@@ -35,9 +35,6 @@ class SaveFailed(Exception):
 
     def __str__(self) -> str:
         return self.reason
-
-
-SaveOutcome = Written | Committed | SaveFailed
 
 
 class AbortRequest:

@@ -28,7 +28,7 @@ from lockstep import faults
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.saving.commit import commit, tidy_up
 from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
-from lockstep.checkpoint.saving.outcome import AbortRequest, SaveFailed, SaveOutcome, Written, as_text
+from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFailed, Written, as_text
 from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotCopy
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.files import split
@@ -60,8 +60,8 @@ class Saver:
     def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
         """Copy the contents, and write the copy in a thread, or at once. Some tensors may be copied in that thread.
 
-        `metrics`: the results of an evaluation of this step; {} if there was none. `Save.stall_s` is then the time that
-        this took; a caller who has waited for the save before adds that.
+        `metrics`: the results of an evaluation of this step; {} if there was none. `Save.stall_s` is the time that this
+        call took. A caller adds the time that training had waited before.
         """
         began = time.perf_counter()
         self._wait_for_last()
@@ -130,7 +130,7 @@ class Save:
 
         # Set when the save ends. Later changes: rank 0 adds warnings while it tidies up after the commit, until `wait`
         # returns True, and on other ranks `abort` turns `Written` into a failure.
-        self.outcome: SaveOutcome | None = None
+        self.outcome: Written | Committed | SaveFailed | None = None
         self._file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._abort = AbortRequest()
         self._thread: threading.Thread | None = None
