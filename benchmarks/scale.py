@@ -35,7 +35,7 @@ from lockstep.checkpoint import command
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.rank_file import arrange
-from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
+from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import Snapshot
@@ -324,9 +324,8 @@ def staged(root: Path, parts: int) -> tuple[Save, Snapshot, RankContents]:
     contents = RankContents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
     snapshot = Snapshot(file_name(0))
     size = snapshot.reserve(contents.shards).file_size
-    save = Save(
-        SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600, asynchronous=False)), 1, 1, size, {}
-    )
+    context = SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600, asynchronous=False))
+    save = Save(Draft(context, 1, 1), size, {})
 
     (root / save.draft.name).mkdir(parents=True)
     for rank in range(1, parts):

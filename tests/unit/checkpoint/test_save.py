@@ -1059,7 +1059,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     storage = CheckpointStorage(tmp_path)
-    pending = Save(SaveContext(storage, 0, 1, TOKEN, CheckpointConfig(timeout=1.0)), 1, 1, 100, {})
+    pending = Save(Draft(SaveContext(storage, 0, 1, TOKEN, CheckpointConfig(timeout=1.0)), 1, 1), 100, {})
     monkeypatch.setattr(CheckpointStorage, "folders", stale)
     monkeypatch.setattr(CheckpointStorage, "delete", stale)
     pending._fail(OSError(errno.ESTALE, "Stale file handle"))

@@ -90,7 +90,7 @@ class Draft:
     """The folder of one save until its commit, as one rank sees it."""
 
     def __init__(self, context: SaveContext, step: int, number: int):
-        """`number` counts the saves of this rank."""
+        """`step` is the step to save. `number` counts the saves of this rank."""
         self.context = context
         self.step = step
         self.name = draft_name(step, context.token, number)

@@ -68,7 +68,7 @@ class Saver:
 
         layout = self._snapshot.reserve(contents.shards)
         self._saves += 1
-        self._last = save = Save(self._context, step, self._saves, layout.file_size, metrics)
+        self._last = save = Save(Draft(self._context, step, self._saves), layout.file_size, metrics)
 
         # Only this rank's own file counts: other ranks may have other disks, and may write much less or much more.
         if not save.fail_if_full():
@@ -106,27 +106,19 @@ class Save:
     The training thread calls the methods without an underscore. The others run in the thread of this save.
     """
 
-    def __init__(
-        self,
-        context: SaveContext,
-        step: int,
-        number: int,
-        file_size: int,
-        metrics: Mapping[str, float],
-    ):
-        """Prepare to save the state after `step` steps. Nothing is written here.
+    def __init__(self, draft: Draft, file_size: int, metrics: Mapping[str, float]):
+        """Prepare to save into `draft`. Nothing is written here.
 
-        `number` counts the saves of this rank. Its file will have `file_size` bytes. `metrics` are empty, or come from
-        an evaluation of this step; `checkpoint.best` compares them, and until the commit nothing else has them.
+        The file of this rank will have `file_size` bytes. `metrics` are empty, or come from an evaluation of this step;
+        `checkpoint.best` compares them, and until the commit nothing else has them.
         """
-        self.context = context
-        self.step = step
+        self.draft = draft
+        self.context = draft.context
+        self.step = draft.step
         self.file_size = file_size
 
         # Final: rank 0 writes these at the commit. `PendingSave` has metrics that come later.
         self.metrics: Final = metrics
-
-        self.draft = Draft(context, step, number)
 
         # Set when the save ends. Later changes: rank 0 adds warnings while it tidies up after the commit, until `wait`
         # returns True, and on other ranks `abort` turns `Written` into a failure.
