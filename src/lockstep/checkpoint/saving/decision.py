@@ -69,9 +69,10 @@ class SaveDecision:
         self.agreed = True
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an evaluation to the checkpoint of this step, or save it if they are the best. Collective.
+        """Add the metrics of an evaluation to the checkpoint of this step, or save this step if they are the best.
 
         The best checkpoint belongs to the best evaluation, so it is saved now, and not when the next save is due.
+        Collective.
         """
         if self._pending.add_metrics(step, metrics):
             return
