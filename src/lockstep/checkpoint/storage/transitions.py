@@ -53,8 +53,8 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
     put_back_replaced(storage)
     storage.delete_old_temporaries()
 
-    # What cannot be deleted now is deleted after the next commit, or at the next start: another attempt may still write
-    # into its folder.
+    # A store may be away, or another attempt may still write into its folder. What cannot be deleted now is deleted
+    # after the next commit, or at the next start.
     delete_remains(storage, token)
     delete_all(storage, [name for name in storage.folders() if token_in(name) not in (None, token)], token)
 
