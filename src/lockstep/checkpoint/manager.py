@@ -79,7 +79,7 @@ class CheckpointManager:
         self._log_event = log_event
         self._update = update
         self._storage = storage = CheckpointStorage.of_run(folder.path, config.checkpoint.store)
-        self._context = SaveContext(
+        self._context = context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
             world_size=runtime.world.size,
@@ -87,11 +87,11 @@ class CheckpointManager:
             checkpoint_config=config.checkpoint,
             on_commit=folder.end_going_back,
         )
-        self._saver = Saver(self._context)
+        self._saver = Saver(context)
 
         self.state = state
-        self.pending = PendingSave(self._context, runtime, log_event, folder.as_shown)
-        self.decision = SaveDecision(config, runtime, self.pending, ask_for_save)
+        self.pending = PendingSave(context, runtime, log_event, folder.as_shown)
+        self.decision = SaveDecision(config, runtime, self.pending, context.metrics_cache, log_event, ask_for_save)
         self._resumer = Resumer(folder, storage, state, self.pending, config, runtime, log_event, fixed_settings)
         self.rewinder = Rewinder(self._resumer)
 

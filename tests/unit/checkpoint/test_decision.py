@@ -55,7 +55,8 @@ def decision(
     """Return a decision, and what it asks of the other ranks."""
     asked: list[bool] = []
     runtime: Any = SimpleNamespace(is_main=rank == 0, notice=FakeNotice(noticed))
-    return SaveDecision(settings, runtime, pending, asked.append), asked
+    metrics: Any = None
+    return SaveDecision(settings, runtime, pending, metrics, lambda *_, **__: None, asked.append), asked
 
 
 @pytest.mark.parametrize(

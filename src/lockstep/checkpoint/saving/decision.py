@@ -16,12 +16,14 @@ Others are known to all ranks: `checkpoint.every`, an evaluation that is the bes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
+from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import score
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.config import RunConfig
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 
 
 class SaveDecision:
@@ -30,11 +32,21 @@ class SaveDecision:
     All methods are local, except `evaluated`.
     """
 
-    def __init__(self, config: RunConfig, runtime: Runtime, pending: PendingSave, ask: Callable[[bool], None]):
-        """`ask(value)` sets whether the next control word of this rank asks for a save."""
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        pending: PendingSave,
+        metrics: CheckpointMetrics,
+        log_event: EventLogger,
+        ask: Callable[[bool], None],
+    ):
+        """`metrics`: of all checkpoints. `ask(value)` sets whether this rank's next control word asks for a save."""
         self._config = config.checkpoint
         self._runtime = runtime
         self._pending = pending
+        self._metrics = metrics
+        self._log_event = log_event
         self._ask = ask
 
         # Whether the settings ask for any save. The user's code and signals may ask for one in any run.
@@ -44,6 +56,7 @@ class SaveDecision:
 
         self.agreed = False  # whether all ranks know of a request that is not carried out yet
         self._requested = False  # by the user's code on this rank
+        self._said_best_unknown = False  # whether a warning says that the best checkpoint cannot be looked up
 
     # ---- on one rank ----
 
@@ -80,9 +93,29 @@ class SaveDecision:
         # Rank 0 alone looks at the checkpoints, so that all ranks get the same answer.
         found = score(self._config, metrics)
         if found is not None:
-            best = self._runtime.collectives.run_on_rank0(self._pending.best_score)
+            best = self._runtime.collectives.run_on_rank0(self._best_score)
             if best is not None and found > best:
                 self.agree()
+
+    def _best_score(self) -> float | None:
+        """Return the best score of all checkpoints and of the save in flight; -inf if none has a score.
+
+        Return None if the checkpoints cannot be listed or read, which must not end the run: the next evaluation tries
+        again. A warning says so, once until they can be read again.
+        """
+        try:
+            saved = self._metrics.by_step()
+        except OSError as error:
+            if not self._said_best_unknown:
+                reason = f"the last evaluation may be the best so far, but is not saved: {error}"
+                self._log_event("warning", reason=reason)
+                self._said_best_unknown = True
+
+            return None
+
+        self._said_best_unknown = False
+        scores = [score(self._config, metrics) for metrics in (*saved.values(), self._pending.metrics)]
+        return max((found for found in scores if found is not None), default=-math.inf)
 
     def is_due(self, step: int, preempted: bool) -> bool:
         """Return whether to save the state after `step` steps. No state is saved twice, unless its save was aborted."""

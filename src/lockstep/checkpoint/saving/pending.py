@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.checkpoint.retention import score
 from lockstep.checkpoint.saving.draft import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save
@@ -74,7 +73,6 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
         self._last_time = time.monotonic()  # see `seconds_since_last`
-        self._said_best_unknown = False  # whether a warning says that the best checkpoint cannot be looked up
 
     def note_end(self, saves_again: bool) -> None:
         """Note that no step follows, so that the warning about a save that fails says whether it is tried again."""
@@ -142,28 +140,13 @@ class PendingSave:
             reason = f"the checkpoint of step {step} does not have the metrics of its evaluation: {error}"
             self._log_event("warning", reason=reason)
 
-    def best_score(self) -> float | None:
-        """Return the best score of all checkpoints and of the save in flight; -inf if none has a score.
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the save in flight: the late ones, if there are any; {} if no save is in flight."""
+        if self.save is None:
+            return {}
 
-        Return None if the checkpoints cannot be listed or read, which must not end the run: the next evaluation tries
-        again. A warning says so, once until they can be read again.
-        """
-        try:
-            metrics = [*self._context.metrics_cache.by_step().values()]
-        except OSError as error:
-            if not self._said_best_unknown:
-                reason = f"the last evaluation may be the best so far, but is not saved: {error}"
-                self._log_event("warning", reason=reason)
-                self._said_best_unknown = True
-
-            return None
-
-        self._said_best_unknown = False
-        if self.save is not None:
-            metrics.append(self.save.metrics if self._late_metrics is None else self._late_metrics)
-
-        scores = [score(self._context.checkpoint_config, of_step) for of_step in metrics]
-        return max((found for found in scores if found is not None), default=-math.inf)
+        return self.save.metrics if self._late_metrics is None else self._late_metrics
 
     # ---- the outcome ----
 
