@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.outcome import Outcome, OutcomeHandler, SkippedStep, not_applied_on_device
+from lockstep.engine.outcomes.handler import OutcomeHandler, SkippedStep
+from lockstep.engine.outcomes.late import LateOutcome, not_applied_on_device
+from lockstep.engine.outcomes.outcome import Outcome
 from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
@@ -41,42 +43,6 @@ class Counters:
     # A custom loop may make several passes over the batches of a step, which is applied if any of its passes is.
     applied_step: int = -1  # the newest step with a pass that is known to be applied
     updates: int = 0  # passes of the current step so far that ended with `apply`
-
-
-@dataclass(frozen=True)
-class LateOutcome:
-    """The outcome of a step, as long as the host has not read it from the GPU."""
-
-    progress: StepProgress
-    reduced: Reduced
-    optimizer_indices: Sequence[int]  # of the optimizers that the step was for
-    loss_limit: float
-    row: Tensor  # [2 + LENGTH]: whether it was not applied, gradient norm, packed control word; in pinned host memory
-    arrived: torch.cuda.Event
-
-    @classmethod
-    def queue_copy(
-        cls,
-        progress: StepProgress,
-        reduced: Reduced,
-        optimizer_indices: Sequence[int],
-        loss_limit: float,
-        not_applied: Tensor,
-        grad_norm: Tensor,
-    ) -> LateOutcome:
-        """Queue the copy of the numbers to the host, after the kernels of the step. The event tells when it is done."""
-        numbers = [not_applied.double().reshape(1), grad_norm.reshape(1), reduced.packed_word.double()]
-        row = torch.cat(numbers).to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(progress, reduced, optimizer_indices, loss_limit, row, arrived)
-
-    def read(self) -> Outcome:
-        """Wait for the device, and return what it has decided."""
-        self.arrived.synchronize()
-        not_applied, grad_norm, *values = self.row.tolist()
-        word = self.reduced.codec.unpack(values)
-        return Outcome(self.progress, self.reduced, self.loss_limit, word, grad_norm, by_device=not not_applied)
 
 
 class Stepper:

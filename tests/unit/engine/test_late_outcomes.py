@@ -24,10 +24,11 @@ from torch.utils.data import TensorDataset
 from fake_cuda import FakeGpu, fake_gpu
 from lockstep.config import resolve
 from lockstep.engine import loop
+from lockstep.engine.outcomes.late import LateOutcome
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import data as data_setup
 from lockstep.engine.setup import open_run
-from lockstep.engine.step import LateOutcome, Stepper
+from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.optim.weight_average import WeightAverage

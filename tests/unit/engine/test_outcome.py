@@ -12,7 +12,9 @@ import torch
 
 import lockstep
 from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
-from lockstep.engine.outcome import Outcome, OutcomeHandler, not_applied_on_device
+from lockstep.engine.outcomes.handler import OutcomeHandler
+from lockstep.engine.outcomes.late import not_applied_on_device
+from lockstep.engine.outcomes.outcome import Outcome
 from lockstep.errors import OutOfStep, UserError
 from lockstep.parallel import progress
 from lockstep.parallel.progress import StepContext

@@ -1,4 +1,4 @@
-"""The outcome of a step and its consequences. Every rank reads the outcome from the same summed control word.
+"""What follows from the outcome of a step.
 
 A step with a non-finite gradient or a loss spike is skipped and logged with its reason. Then the run continues, rewinds
 to its last checkpoint, or stops, as the policy says. A step of weight 0 is legal and changes nothing; many in a row
@@ -8,86 +8,19 @@ cause a warning, and a run with no other steps is an error.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from lockstep.config import SpikeConfig
+from lockstep.engine.outcomes.outcome import Outcome
+from lockstep.engine.outcomes.spikes import SpikeDetector
 from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
-from lockstep.parallel.driver import Reduced
-from lockstep.parallel.progress import StepContext, StepProgress, wrong_weight
-from lockstep.runtime.control_word import SummedWord, step_mark
+from lockstep.parallel.progress import StepContext, wrong_weight
+from lockstep.runtime.control_word import step_mark
 from lockstep.task import MicroBatch, StepResult
 
 REPORT_S = 2.0  # seconds to wait for other ranks to report that they are out of step
 MANY_EMPTY = 20  # this many steps of weight 0 in a row cause a warning
-MIN_LOSSES = 8  # spike detection needs this many losses
 MAX_NAMED_IDS = 8  # a message names at most this many samples of a micro-batch
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A reduced step and the numbers that decide whether it is applied. They are the same on every rank."""
-
-    progress: StepProgress
-    reduced: Reduced
-    loss_limit: float  # a mean loss above this is a spike
-    word: SummedWord
-    grad_norm: float  # of the gradient of the mean loss; any number if the weight is 0
-    by_device: InitVar[bool | None] = None  # whether the device has applied the step; None: the host decides now
-
-    # Derived from these.
-    finite: bool = field(init=False)  # whether `grad_norm` is finite
-    mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
-    applied: bool = field(init=False)  # whether the step is applied
-
-    def __post_init__(self, by_device: bool | None) -> None:
-        word = self.word
-        self.finite = math.isfinite(self.grad_norm)
-        self.mean_loss = word.loss / word.weight if word.weight else 0.0
-
-        # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
-        # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
-        by_host = self.finite and word.weight > 0 and not (self.mean_loss > self.loss_limit)
-        self.applied = by_host if by_device is None else by_device
-
-    def skip_reason(self) -> str | None:
-        """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
-        if self.applied or not self.word.weight:
-            return None
-
-        if self.finite:
-            return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
-
-        if not math.isfinite(self.word.weight):
-            return "the weight of the loss is not finite"
-
-        # The host waits for the norms here. Skipped steps are rare, so this is acceptable.
-        nonfinite = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
-        if not nonfinite:
-            return "the gradient norm overflowed, though every parameter's own gradient is finite"
-
-        names = self.reduced.names
-        return f"no finite gradient for {len(nonfinite)} of {len(names)} parameters, first {names[nonfinite[0]]!r}"
-
-
-def not_applied_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, loss_limit: float) -> Tensor:
-    """Return whether the step must not be applied, as a tensor () on the device: the rule of `Outcome.applied`.
-
-    `weight` () is that of the summed control word.
-    """
-    # Where the weight is positive, a norm is at least 0, inf or nan. torch.isfinite would launch three more kernels.
-    not_applied = ~((weight > 0) & (grad_norm < math.inf))
-
-    # Without a limit, the control word is not decoded, which would launch kernels.
-    if loss_limit == math.inf:
-        return not_applied
-
-    return not_applied | (reduced.codec.mean_loss(reduced.packed_word) > loss_limit)
 
 
 class SkippedStep(NamedTuple):
@@ -342,31 +275,6 @@ class OutcomeHandler:
 
         if self._scaler and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
-
-
-class SpikeDetector:
-    """Detects losses far above the recent ones. All ranks add the same losses, so they get the same limit."""
-
-    def __init__(self, config: SpikeConfig):
-        self.config = config
-        self.on = config.policy != "off"
-        self.recent: deque[float] = deque(maxlen=config.window)
-
-    def limit(self) -> float:
-        """Return the limit above which a loss is a spike: the median plus `factor` robust standard deviations."""
-        if not self.on or len(self.recent) < MIN_LOSSES:
-            return math.inf
-
-        median = statistics.median(self.recent)
-        deviation = statistics.median(abs(loss - median) for loss in self.recent)
-
-        # 1.4826 turns the median absolute deviation of normally distributed losses into their standard deviation. For a
-        # loss that hardly changes this is almost 0, so at least 1 % of the median is used.
-        return median + self.config.factor * max(1.4826 * deviation, 0.01 * abs(median))
-
-    def add(self, loss: float) -> None:
-        if self.on and math.isfinite(loss):
-            self.recent.append(loss)
 
 
 def _blame(outcome: Outcome, rank: int) -> list[str]:

@@ -1,0 +1,58 @@
+"""The outcome of a step: whether it is applied. Every rank reads it from the same summed control word."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import InitVar, dataclass, field
+
+import torch
+
+from lockstep.parallel.driver import Reduced
+from lockstep.parallel.progress import StepProgress
+from lockstep.runtime.control_word import SummedWord
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A reduced step and the numbers that decide whether it is applied. They are the same on every rank."""
+
+    progress: StepProgress
+    reduced: Reduced
+    loss_limit: float  # a mean loss above this is a spike
+    word: SummedWord
+    grad_norm: float  # of the gradient of the mean loss; any number if the weight is 0
+    by_device: InitVar[bool | None] = None  # whether the device has applied the step; None: the host decides now
+
+    # Derived from these.
+    finite: bool = field(init=False)  # whether `grad_norm` is finite
+    mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
+    applied: bool = field(init=False)  # whether the step is applied
+
+    def __post_init__(self, by_device: bool | None) -> None:
+        word = self.word
+        self.finite = math.isfinite(self.grad_norm)
+        self.mean_loss = word.loss / word.weight if word.weight else 0.0
+
+        # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
+        # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
+        by_host = self.finite and word.weight > 0 and not (self.mean_loss > self.loss_limit)
+        self.applied = by_host if by_device is None else by_device
+
+    def skip_reason(self) -> str | None:
+        """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
+        if self.applied or not self.word.weight:
+            return None
+
+        if self.finite:
+            return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
+
+        if not math.isfinite(self.word.weight):
+            return "the weight of the loss is not finite"
+
+        # The host waits for the norms here. Skipped steps are rare, so this is acceptable.
+        nonfinite = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
+        if not nonfinite:
+            return "the gradient norm overflowed, though every parameter's own gradient is finite"
+
+        names = self.reduced.names
+        return f"no finite gradient for {len(nonfinite)} of {len(names)} parameters, first {names[nonfinite[0]]!r}"
