@@ -20,7 +20,7 @@ from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
 from lockstep.parallel.pipeline.schedules import fits
 from lockstep.parallel.pipeline.stages import list_layers, split_layers
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime import context
 from lockstep.runtime.shards import to_local
@@ -432,13 +432,13 @@ class Calls(StepPart):
     def begin_pass(self) -> None:
         self.calls.append("begin")
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         self.calls.append("forward")
 
     def before_all_reduce(self) -> None:
         self.calls.append("all-reduce")
 
-    def end_pass(self, progress: StepProgress) -> None:
+    def end_pass(self, progress: PassProgress) -> None:
         self.calls.append("end")
 
 

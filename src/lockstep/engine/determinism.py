@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.config.changes import Change
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
@@ -70,7 +70,7 @@ class Exactness(StepPart):
 
         return text
 
-    def end_step(self, progress: StepProgress) -> None:
+    def end_step(self, progress: PassProgress) -> None:
         """Check after the first step of this process that no buffer changed.
 
         Buffers that a forward changes (running statistics, counters) depend on the samples that a rank saw. Those of

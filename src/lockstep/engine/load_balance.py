@@ -18,7 +18,7 @@ import torch
 from lockstep.data.windows import StepOrder, rank_counts, rank_range
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
@@ -135,7 +135,7 @@ class LoadBalancer(StepPart):
         if self._is_measuring:
             self._marks[-1].append(_now(self._runtime.device))
 
-    def end_step(self, progress: StepProgress) -> None:
+    def end_step(self, progress: PassProgress) -> None:
         """End a step, and reassign micro-batches after the last step of a measurement."""
         # Count the steps of this process, not those of the run: a resumed run may have other ranks.
         if self._is_measuring:

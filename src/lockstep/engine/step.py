@@ -30,7 +30,7 @@ from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
-from lockstep.parallel.progress import StepContext, StepProgress
+from lockstep.parallel.progress import PassProgress, StepContext
 from lockstep.runtime.control_word import SummedWord
 from lockstep.task import StepBatches, StepResult
 
@@ -79,7 +79,7 @@ class Stepper:
         self._may_be_late = context.runtime.on_gpu and not context.scaler
 
         # Changed by every step. The progress is that of the current step, and empty before the first.
-        self.progress = StepProgress(context, StepBatches(0, (), 0), 0)
+        self.progress = PassProgress(context, StepBatches(0, (), 0), 0)
         self.not_applied: bool | Tensor = True  # no pass of the step; a tensor () where only the device knows yet
         self.counters = Counters()
         self.lr = learning_rate.at(0)
@@ -91,7 +91,7 @@ class Stepper:
         reduced = self.driver.forward_backward(batches, loss_fn, progress)
         return self.apply(progress, reduced)
 
-    def new_progress(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
+    def new_progress(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> PassProgress:
         """Return the progress of a new step, now the current one.
 
         A custom loop may make several `passes` over the batches of a step: then it is that of one pass.
@@ -100,11 +100,11 @@ class Stepper:
             self.not_applied = True
             self.counters.updates = 0
 
-        self.progress = StepProgress(self.context, batches, self.counters.steps_done, pass_index, passes)
+        self.progress = PassProgress(self.context, batches, self.counters.steps_done, pass_index, passes)
         return self.progress
 
     def apply(
-        self, progress: StepProgress, reduced: Reduced, optimizers: Sequence[int] | None = None
+        self, progress: PassProgress, reduced: Reduced, optimizers: Sequence[int] | None = None
     ) -> StepResult | None:
         """Divide once, clip, and step the optimizers: everything that scales a gradient is one factor.
 
@@ -161,7 +161,7 @@ class Stepper:
         """Set `Flags`, such as `stop` or `save`, in every control word from now on, until they are set to False."""
         self.context.flags |= flags
 
-    def measure(self, progress: StepProgress, reduced: Reduced) -> StepResult:
+    def measure(self, progress: PassProgress, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
         if self._trained_parameters is not None:
             reduced = self._trained_parameters.drop_untrained(reduced, progress.step)
@@ -185,7 +185,7 @@ class Stepper:
 
         return result
 
-    def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]) -> StepResult:
+    def _apply_now(self, progress: PassProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]) -> StepResult:
         """Wait for the control word and the norm, then apply the step to these optimizers, or do not."""
         word, weight = self._wait_for_word(reduced)
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
@@ -203,7 +203,7 @@ class Stepper:
         return self._conclude(outcome)
 
     def _apply_late(
-        self, progress: StepProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]
+        self, progress: PassProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]
     ) -> StepResult | None:
         """Let the device decide whether the fused optimizers step. Return the result of the previous step.
 

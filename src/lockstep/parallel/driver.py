@@ -25,7 +25,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepParts
 from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
@@ -129,7 +129,7 @@ class Driver(ABC):
     parts: StepParts  # what takes part in the steps; features of the run are added when it is set up
 
     @abstractmethod
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: PassProgress) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ from lockstep.parallel.inner_gradients import (
     refuse_second_backward,
 )
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart, StepParts
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.task import Loss, MicroBatch, StepBatches
@@ -169,7 +169,7 @@ class MicroBatchDriver(Driver):
     def codec(self) -> ControlWordCodec:
         return ControlWordCodec(self.runtime.device, torch.float64)
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: PassProgress) -> Reduced:
         self.begin_pass()
         reduced = None
 
@@ -198,13 +198,13 @@ class MicroBatchDriver(Driver):
         if self.broadcasts_buffers:
             self.sync_buffers()
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         """Prepare for the forward of a micro-batch, whose data have arrived."""
         progress.before_forward(micro)
         for part in self.parts:
             part.before_forward(micro, progress)
 
-    def finish_micro_batch(self, loss: Loss, progress: StepProgress) -> Reduced | None:
+    def finish_micro_batch(self, loss: Loss, progress: PassProgress) -> Reduced | None:
         """Record the loss and backpropagate its sum. The last micro-batch of a step reduces; the others return None."""
         grad_output = progress.begin_backward(loss)
         for part in self.parts:

@@ -1,7 +1,8 @@
-"""The progress of one step on this rank: the current micro-batch, the losses so far, and the control word.
+"""The progress of one pass over the batches of a step: the current micro-batch, the losses so far, the control word.
 
-A driver executes the model on each micro-batch. Everything else about the step is here: seeding each micro-batch, the
-`grad_output` of its backward, and the control word, which is reduced together with the last gradients.
+A step has one pass, unless a custom loop asks for several. A driver executes the model on each micro-batch. Everything
+else about the pass is here: seeding each micro-batch, the `grad_output` of its backward, and the control word, which is
+reduced together with the last gradients.
 """
 
 from __future__ import annotations
@@ -50,17 +51,14 @@ class StepContext:
         self.sends_loss = self.reads_loss or self.config.spike.policy != "off"
 
 
-class StepProgress:
-    """One step on this rank, from its first micro-batch to the control word.
-
-    A custom loop may make several passes over the batches of a step, each with its own update.
-    """
+class PassProgress:
+    """One pass over the batches of a step on this rank, from its first micro-batch to the control word."""
 
     def __init__(self, context: StepContext, batches: StepBatches, step: int, pass_index: int = 0, passes: int = 1):
         self.batches = batches
-        self.step = step
-        self.pass_index = pass_index
-        self.passes = passes  # number of passes of the step
+        self.step = step  # its index, as everywhere
+        self.pass_index = pass_index  # among the passes of the step
+        self.passes = passes  # their number
 
         self.micro: MicroBatch | None = None  # the current one
         self.backwards_done = 0
@@ -82,7 +80,7 @@ class StepProgress:
 
     @property
     def ends_step(self) -> bool:
-        """Whether this is the last pass over the batches of the step."""
+        """Whether this is the last pass of the step: usually it is the only one."""
         return self.pass_index + 1 == self.passes
 
     @property
@@ -92,7 +90,7 @@ class StepProgress:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the current micro-batch is this rank's last one of the step."""
+        """Whether the current micro-batch is this rank's last one of the pass."""
         return self.backwards_done + 1 == self.batches.num_micro_batches
 
     @property
@@ -212,7 +210,7 @@ class StepProgress:
             seed_host(value)
 
     def _add(self, loss: Loss, weight: Weight, micro: MicroBatch) -> None:
-        """Add the loss of `micro` to those of the step. `weight` is its weight, without a graph."""
+        """Add the loss of `micro` to those of the pass. `weight` is its weight, without a graph."""
         # Reading a weight on the GPU makes the host wait, so there only the first step is checked.
         if self._context.config.exact:
             on_gpu = isinstance(weight, Tensor) and weight.is_cuda

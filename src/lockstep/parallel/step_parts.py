@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lockstep.task import Loss, MicroBatch
 
 if TYPE_CHECKING:
-    from lockstep.parallel.progress import StepProgress
+    from lockstep.parallel.progress import PassProgress
 
 # The slots of the parts, in the order in which they are called. It does not depend on which is added first, because
 # some have collectives, which all ranks must call in one order. Whatever times a step (trace, compile) ends it before
@@ -38,7 +38,7 @@ class StepPart:
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch, before this rank waits for its data."""
 
-    def end_step(self, progress: StepProgress) -> None:
+    def end_step(self, progress: PassProgress) -> None:
         """End a step after its update. All ranks come here together."""
 
     def after_maintenance(self) -> None:
@@ -52,10 +52,10 @@ class StepPart:
     def begin_pass(self) -> None:
         """Begin a pass over the micro-batches of a step. The last pass may have been abandoned anywhere."""
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         """Prepare for a micro-batch, whose data have arrived."""
 
-    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+    def before_backward(self, loss: Loss, progress: PassProgress) -> None:
         """End the forward of a micro-batch. `loss` has been checked and recorded. Not called in a pipeline."""
 
     def before_all_reduce(self) -> None:
@@ -64,10 +64,10 @@ class StepPart:
         It comes before the last backward, in which gradients may be reduced. In a pipeline it comes after that.
         """
 
-    def after_backward(self, progress: StepProgress) -> None:
+    def after_backward(self, progress: PassProgress) -> None:
         """End a micro-batch. Gradients of the pass may not be reduced yet. Not called in a pipeline."""
 
-    def end_pass(self, progress: StepProgress) -> None:
+    def end_pass(self, progress: PassProgress) -> None:
         """End a pass: its gradients are reduced."""
 
 

@@ -35,7 +35,7 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
 from lockstep.parallel.parameter_hooks.hooks import hook_ids
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.shards import full_tensor
 from lockstep.runtime.world import World
@@ -305,7 +305,7 @@ class RecordedLosses(StepPart):
         self.micros: list[dict[str, Any]] = []  # a note for each micro-batch that the source has given
         self._passes: Counter[int] = Counter()  # id of a note -> losses of its micro-batch so far
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         """Note the state of the generators after the engine seeds them and before the loss draws from them."""
         # The source may be ahead of the step, so the newest note need not belong to this micro-batch. In a later pass
         # of an own loop over the same batches, every note has losses already.
@@ -314,7 +314,7 @@ class RecordedLosses(StepPart):
         self._passes[id(self._note)] += 1
         self._generators = _generators()
 
-    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+    def before_backward(self, loss: Loss, progress: PassProgress) -> None:
         """Add the loss to the note of its micro-batch."""
         note = self._note
         note["total"] += float(loss.total.detach())

@@ -10,7 +10,7 @@ from typing import Any, cast
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.observe.metrics import EndedInterval, Interval, MetricNames, Sums
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.precision import PRECISIONS
 from lockstep.task import StepBatches
 
@@ -83,7 +83,7 @@ def test_the_sample_log_numbers_steps_as_the_log_lines_do(tmp_path: Path) -> Non
     folder: Any = SimpleNamespace(path=tmp_path, attempt=0)
     (tmp_path / "samples").mkdir()
     log = SampleLog(folder, 0)
-    log.end_step(StepProgress(cast(Any, SimpleNamespace(precision=PRECISIONS["fp32"])), StepBatches(1, [], 4), 0))
+    log.end_step(PassProgress(cast(Any, SimpleNamespace(precision=PRECISIONS["fp32"])), StepBatches(1, [], 4), 0))
     log.close()
     assert [line["step"] for line in read_jsonl(tmp_path / "samples" / "rank-0.jsonl")] == [1]
 

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config import RunConfig
 from lockstep.parallel.batchnorm.sync import is_synchronised
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger
@@ -62,13 +62,13 @@ class FirstDraws(StepPart):
         self._states: list[Tensor] = []
         self._drew = False
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         self._states = self._read()
 
-    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+    def before_backward(self, loss: Loss, progress: PassProgress) -> None:
         self._drew |= any(not torch.equal(a, b) for a, b in zip(self._states, self._read(), strict=True))
 
-    def end_step(self, progress: StepProgress) -> None:
+    def end_step(self, progress: PassProgress) -> None:
         if self._drew:
             self._log_event(
                 "note",

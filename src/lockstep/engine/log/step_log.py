@@ -14,7 +14,7 @@ from lockstep.engine.step import Stepper
 from lockstep.observe.metrics import Interval
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.sinks import JsonlSink
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.run_folder.names import SAMPLES
@@ -35,7 +35,7 @@ class SampleLog(StepPart):
         self._attempt = folder.attempt
         self._sink = JsonlSink(path)
 
-    def end_step(self, progress: StepProgress) -> None:
+    def end_step(self, progress: PassProgress) -> None:
         """Write the line of a step. A step that is repeated has one line per attempt, of which the last counts."""
         # The epoch comes first: an id alone does not name a sample whose dataset changes between epochs.
         ids = [[batch.epoch, *map(int, batch.ids)] for batch in progress.micro_batches]

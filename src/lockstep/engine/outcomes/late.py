@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.engine.outcomes.outcome import Outcome
 from lockstep.parallel.driver import Reduced
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 
 
 def not_applied_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, loss_limit: float) -> Tensor:
@@ -33,7 +33,7 @@ def not_applied_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, l
 class LateOutcome:
     """The outcome of a step, as long as the host has not read it from the GPU."""
 
-    progress: StepProgress
+    progress: PassProgress
     reduced: Reduced
     optimizer_indices: Sequence[int]  # of the optimizers that the step was for
     loss_limit: float
@@ -43,7 +43,7 @@ class LateOutcome:
     @classmethod
     def queue_copy(
         cls,
-        progress: StepProgress,
+        progress: PassProgress,
         reduced: Reduced,
         optimizer_indices: Sequence[int],
         loss_limit: float,

@@ -8,15 +8,15 @@ from dataclasses import InitVar, dataclass, field
 import torch
 
 from lockstep.parallel.driver import Reduced
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import SummedWord
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A reduced step and the numbers that decide whether it is applied. They are the same on every rank."""
+    """A reduced pass and the numbers that decide whether it is applied. They are the same on every rank."""
 
-    progress: StepProgress
+    progress: PassProgress
     reduced: Reduced
     loss_limit: float  # a mean loss above this is a spike
     word: SummedWord

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.parallel.calls.chain import run_eagerly
 from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.driver import Driver, LossFn
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.task import MicroBatch
 
@@ -39,7 +39,7 @@ class StepFlops(StepPart):
     def start(self) -> None:
         self._keeps_batch = True
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         if self._keeps_batch:
             self._batch = micro.data
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep.engine.profile.flops import wait_for_device
 from lockstep.engine.run import Run
 from lockstep.observe.profile.timeline import Breakdown, HostPhase, breakdown
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.task import Loss
 
@@ -74,18 +74,18 @@ class StepTracer(StepPart):
         self.steps = 0
         self.mark("framework")
 
-    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+    def before_backward(self, loss: Loss, progress: PassProgress) -> None:
         self.mark("backward")
 
-    def after_backward(self, progress: StepProgress) -> None:
+    def after_backward(self, progress: PassProgress) -> None:
         # The host has waited for the collectives in it. The norms of the gradients, which the last one computes, do not
         # overlap with them.
         self.mark("backward" if progress.is_last_micro_batch else "framework")
 
-    def end_pass(self, progress: StepProgress) -> None:
+    def end_pass(self, progress: PassProgress) -> None:
         self.mark("framework")
 
-    def end_step(self, progress: StepProgress) -> None:
+    def end_step(self, progress: PassProgress) -> None:
         """Note that a step has been applied: from here on the time is the framework's own."""
         self.steps += 1
         self.mark("framework")

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.sync import is_synchronised
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart, StepParts
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, log_nothing
@@ -77,7 +77,7 @@ class RunningStatistics(StepPart):
 
     # ---- in a step ----
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         # A single process only has to undo padding: this micro-batch, or the one before it, if `_micro` is still set.
         if self.dp_group.world.alone and not micro.padding and self._micro is None:
             return
@@ -93,7 +93,7 @@ class RunningStatistics(StepPart):
         self._micro = micro
         self._trains = any(layer.training for layer in self.layers)
 
-    def end_pass(self, progress: StepProgress) -> None:
+    def end_pass(self, progress: PassProgress) -> None:
         """Account for the micro-batches that other ranks ran after this rank's last one, at the end of a step."""
         self._end_micro_batch()
         self._steps += 1

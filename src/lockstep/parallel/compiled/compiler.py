@@ -36,7 +36,7 @@ from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.micro_batches import MicroBatchDriver, runs_whole_model
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.context import EventLogger
 from lockstep.task import MicroBatch
@@ -221,10 +221,10 @@ class Compiler(StepPart):
         if self.state == "try" and not self._is_postponed:
             self._postpone(True)
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         self.in_micro_batch = True
 
-    def after_backward(self, progress: StepProgress) -> None:
+    def after_backward(self, progress: PassProgress) -> None:
         self.in_micro_batch = False
 
     def is_training(self) -> bool:
@@ -250,7 +250,7 @@ class Compiler(StepPart):
         if self._timer:
             self._timer.begin_step()
 
-    def end_step(self, progress: StepProgress) -> None:
+    def end_step(self, progress: PassProgress) -> None:
         """End a step. All ranks come here together, so they can decide together."""
         self._length.steps_done += 1
 

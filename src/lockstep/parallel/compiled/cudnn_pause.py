@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from contextlib import ExitStack
 
 from lockstep.parallel.compiled.batch_sizes import shapes_of
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.attention import without_cudnn
 from lockstep.task import MicroBatch
@@ -33,7 +33,7 @@ class CudnnPause(StepPart):
     def begin_pass(self) -> None:
         self._paused.close()
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         if self.needed is None and self._looks < LOOKS:
             self._looks += 1
             self._sizes.add(tuple(shapes_of(micro.data)))
@@ -45,7 +45,7 @@ class CudnnPause(StepPart):
         if self.needed:
             self._paused.enter_context(without_cudnn())
 
-    def after_backward(self, progress: StepProgress) -> None:
+    def after_backward(self, progress: PassProgress) -> None:
         self._paused.close()
 
     def close(self) -> None:

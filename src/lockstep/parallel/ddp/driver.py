@@ -23,7 +23,7 @@ from lockstep.parallel.exact.hook import OrderedBuckets
 from lockstep.parallel.exact.reducers import OrderedReplicas
 from lockstep.parallel.gradients import have_gradients, sum_used, sum_with_word
 from lockstep.parallel.micro_batches import MicroBatchDriver, backward_unchecked, check_reached, norms_of_gradients
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
 
@@ -132,7 +132,7 @@ class DDPDriver(MicroBatchDriver):
         self._word_parameter.grad = None
         split_graphs(None)  # the last forward may have failed
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         super().before_forward(micro, progress)
         split_graphs(self._ddp)  # what the forward compiles; `_run_backward` ends this
         self._reached.clear()

@@ -20,7 +20,7 @@ from lockstep.parallel.ddp.comm_hooks import Bucket, CommHook
 from lockstep.parallel.exact.reducers import Gradients, OrderedTree
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.micro_batches import check_reached, norms_of_gradients
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import ControlWord
 
 CHUNK = 2**20  # elements that are reduced at once: one chunk is added while others are being sent
@@ -61,7 +61,7 @@ class OrderedBuckets(OrderedTree):
         self._word_parameter = word_parameter
         return OrderedHook(word_parameter, group, self)
 
-    def after_backward(self, progress: StepProgress) -> None:
+    def after_backward(self, progress: PassProgress) -> None:
         # The hook has added the last micro-batch.
         if progress.is_last_micro_batch:
             return

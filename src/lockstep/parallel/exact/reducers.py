@@ -18,7 +18,7 @@ from lockstep.data.windows import rank_range
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.gradients import sum_with_word
 from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver, norms_of_gradients
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import ControlWord
 from lockstep.task import MicroBatch
 
@@ -45,11 +45,11 @@ class OrderedTree(ExactReducer):
     def begin_pass(self) -> None:
         self.tree.roots.clear()
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         self.subtree = None if micro.padding else Subtree(micro.index, 0)
         self._progress = progress
 
-    def after_backward(self, progress: StepProgress) -> None:
+    def after_backward(self, progress: PassProgress) -> None:
         # Padding has gradients of zeros, which are no part of the sum.
         parameters = self.driver.parameters.values()
         if self.subtree is not None:
@@ -181,7 +181,7 @@ def _add_present(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return left.add_(right)
 
 
-def count_micro_batches(progress: StepProgress) -> int:
+def count_micro_batches(progress: PassProgress) -> int:
     """Return how many micro-batches the step has on all ranks together."""
     count = progress.batches.global_num_micro_batches
     assert count is not None, "exact mode needs a source with a known number of micro-batches"

@@ -18,7 +18,7 @@ from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_mi
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.micro_batches import ExactReducer
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.sharded import ShardedDriver
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.shards import to_local
@@ -59,7 +59,7 @@ class OrderedShards(ExactReducer):
         for reduction in self._reductions:
             reduction.clear()
 
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         # The reduce-scatter of this turn runs inside its backward, and reads what is set here.
         number = self.turn.number + 1 if self.turn else 0
         self.turn = Turn(number, count_micro_batches(progress), progress.is_last_micro_batch)
@@ -67,7 +67,7 @@ class OrderedShards(ExactReducer):
         for parameter in self.driver.parameters.values():
             parameter.grad = None  # FSDP would add to it, but only the last turn leaves the sum
 
-    def after_backward(self, progress: StepProgress) -> None:
+    def after_backward(self, progress: PassProgress) -> None:
         if self._scalars:
             self._store_scalar_gradients()
 

@@ -33,7 +33,7 @@ from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
 from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.parallel.pipeline.stage_gradients import StageGradients, ranks_at
 from lockstep.parallel.pipeline.stages import Stage, keep_only, shard_stages, stages_by_tensor
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepParts
 from lockstep.parallel.tensor.driver import apply_plan, explain_dtensor_errors
 from lockstep.parallel.tensor.plans import choose_plan
@@ -117,7 +117,7 @@ class PipelineDriver(Driver):
         if self._forward_checks:
             self._forward_checks.begin_pass()
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: PassProgress) -> Reduced:
         self._begin_pass()
         micro_batches = list(batches)
 

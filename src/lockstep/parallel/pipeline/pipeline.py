@@ -22,7 +22,7 @@ from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
 from lockstep.parallel.pipeline.schedules import PreparedSchedule
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
@@ -137,7 +137,7 @@ class Pipeline:
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
-    def run(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, progress: StepProgress) -> None:
+    def run(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, progress: PassProgress) -> None:
         """Run forward and backward of all micro-batches.
 
         Micro-batches of different shapes (a short one at the end of an epoch) go through the schedule separately.

@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.driver import LossFn
 from lockstep.parallel.pipeline.p2p import sendable
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.task import MicroBatch
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _ScheduledStage(nn.Module):
         if pipeline.shard_group is None:
             self.stage = stage
 
-    def start(self, work: Work, loss_fn: LossFn, progress: StepProgress) -> None:
+    def start(self, work: Work, loss_fn: LossFn, progress: PassProgress) -> None:
         self._work = iter(work)  # every schedule runs the forwards in this order
         self._loss_fn = loss_fn
         self._progress = progress
@@ -150,7 +150,7 @@ class PreparedSchedule:
 
         self.schedule = make_schedule(pipeline.schedule, self.stages, count)
 
-    def run(self, work: Work, loss_fn: LossFn, progress: StepProgress) -> None:
+    def run(self, work: Work, loss_fn: LossFn, progress: PassProgress) -> None:
         for module, stage in zip(self.modules, self.stages, strict=True):
             module.start(work, loss_fn, progress)
             # torch does this in schedule.step(), which we do not call: it would split a batch into micro-batches.
