@@ -87,7 +87,7 @@ def test_a_kill_between_the_two_renames_of_a_save_loses_nothing(tmp_path: Path, 
 
 def saved_at(trainer: AMPTrainer, step: int, folder: Path) -> Path:
     """Train until `step`, and save."""
-    while trainer.stepper.counters.steps_done < step:
+    while trainer.stepper.steps_done < step:
         trainer.training_step(numbers(8))
     return trainer.save_checkpoint(folder)
 

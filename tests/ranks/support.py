@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.targets import make_task
-from lockstep.task import Loss, StepBatches, StepResult, Task
+from lockstep.task import Loss, MicroBatch, StepBatches, StepResult, Task
 
 # Every combination, in `make test-long`; otherwise those that prove something new.
 ALL_PAIRS = "LOCKSTEP_ALL_PAIRS" in os.environ
@@ -84,6 +84,20 @@ class Trace:
         return self.steps[step - 1].weights if step else self.initial
 
 
+@dataclass
+class NotedBatches:
+    """Notes the micro-batches of a step, in each pass over them."""
+
+    batches: Iterable[MicroBatch]
+    pieces: list[TrainedBatch]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for micro in self.batches:
+            ids = [int(i) for i in micro.ids]
+            self.pieces.append(TrainedBatch(micro.index, micro.epoch, ids, micro.padding))
+            yield micro
+
+
 class WatchedRun(Run):
     """A Run that keeps a Trace."""
 
@@ -93,7 +107,7 @@ class WatchedRun(Run):
         self.trace = Trace(self._weights())
         for batches in super().step_batches():
             self._pieces: list[TrainedBatch] = []
-            batches.micro_batches = self._note(batches.micro_batches)
+            batches.micro_batches = NotedBatches(batches.micro_batches, self._pieces)
             yield batches
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> StepResult | None:
@@ -112,12 +126,6 @@ class WatchedRun(Run):
         )
         self.trace.steps.append(note)
         return super().end_step(batches, result)
-
-    def _note(self, batches: Any) -> Iterator[Any]:
-        for micro in batches:
-            ids = [int(i) for i in micro.ids]
-            self._pieces.append(TrainedBatch(micro.index, micro.epoch, ids, micro.padding))
-            yield micro
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: p.detach().cpu().clone() for name, p in self.driver.model.named_parameters()}

@@ -201,7 +201,7 @@ class AMPTrainer:
     @property
     def steps(self) -> int:
         """Optimizer steps that were applied."""
-        return self.stepper.counters.steps_applied
+        return self.stepper.steps_applied
 
     # ---- checkpoints ----
 
@@ -212,7 +212,7 @@ class AMPTrainer:
         if it failed; or on that rank alone (`if rank == 0: ...`), which holds everything.
         """
         state = self._state()
-        step = self.stepper.counters.steps_done
+        step = self.stepper.steps_done
         return save_state(state, step, self._checkpoint_calls, Path(path), rank, self.time_limit)
 
     def load_checkpoint(self, path: str | Path) -> int:
@@ -283,7 +283,7 @@ class AMPTrainer:
         """Drop the batches of an optimizer step in which a backward has raised: the next one begins it anew."""
         if not self.runtime.world.alone:
             raise UserError(
-                f"the backward of a batch has raised in optimizer step {self.stepper.counters.steps_done + 1}, and "
+                f"the backward of a batch has raised in optimizer step {self.stepper.steps_done + 1}, and "
                 "training_step was called again",
                 "the other ranks may be waiting in the all-reduce of that step, so this one cannot begin it anew",
                 "let the error end the process; if memory was short, make the batches smaller and raise "

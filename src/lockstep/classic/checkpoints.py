@@ -301,7 +301,7 @@ def load_state(
     if not world.alone and wait_for(calls.store, calls.keys_of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
         _wait_for_all(calls, key, path, limit)
 
-    return stepper.counters.steps_done
+    return stepper.steps_done
 
 
 def _interrupted(path: Path, rank: int) -> list[str]:

@@ -151,7 +151,7 @@ class DistributedAMPTrainer(AMPTrainer):
             # The step has ended with this batch.
             if self._open_step is None:
                 scale = self.scaler.value if self.scaler else None
-                self.log.end_step(self.stepper.counters.steps_done - 1, result, scale=scale)
+                self.log.end_step(self.stepper.steps_done - 1, result, scale=scale)
 
         return loss, result
 

@@ -38,14 +38,13 @@ def end_training(run: Run) -> None:
     run.log.write_rest(last)
     _log_stop(run)
 
-    counters = run.stepper.counters
-    run.stepper.outcome_handler.check_something_learned(counters.steps_done, counters.steps_applied)
+    run.stepper.check_something_learned()
     run.check_replicas()
 
     # The last evaluation may be the best one. A save that has failed is tried again now, since no later step will.
     pending = run.checkpoints.pending
     pending.note_end(saves_again=True)
-    if run.checkpoints.decision.is_due_at_end(counters.steps_done):
+    if run.checkpoints.decision.is_due_at_end(run.steps_done):
         run.save_checkpoint()
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.

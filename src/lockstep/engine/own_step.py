@@ -22,29 +22,33 @@ from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
 
 
 class OwnStep:
-    """One optimizer step. In each pass, iterate over its batches, call `backward` for each of them, then `apply`."""
+    """One optimizer step: iterate over its batches, call `backward` for each of them, then `apply`.
+
+    If the loop asked for several passes over the batches of a step (`passes.py`), each pass is all of this.
+    """
 
     def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard):
         self._run = run
-        self._batches = batches
+        self._driver = run.driver
         self._gradients = gradients
-
-        # The batches of this step, and the passes over them.
-        self._yielded = 0  # batches so far, in this pass
-        self._passes = run.passes
-        self.passes_done = 0
+        assert runs_whole_model(run.driver), "OwnRun.setup refuses a pipeline"
 
         # What a user may read.
         self.index = run.steps_done
         self.number = self.index + 1  # in messages, as in the log: the steps done when it has ended
         self.ended = False
+        self.passes_done = 0
         self.result: StepResult | None = None
 
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        assert runs_whole_model(run.driver), "OwnRun.setup refuses a pipeline"
-        self._driver = run.driver
-        self._reduced: Reduced | None  # of the current pass, after its last backward
+
+        # The current pass over the batches.
+        self._batches = batches
+        self._passes = run.passes
+        self._yielded: int  # batches so far
+        self._reduced: Reduced | None  # after the last backward
+        self._pass_ended: bool
         self._begin_pass()
 
         # State that the first forward of the run must not change; compared in the first backward.
@@ -55,7 +59,7 @@ class OwnStep:
             raise self._went_over_again("after step.apply() had ended the step")
 
         # Not at the end of the previous pass: after `measure` its gradients stay available until here.
-        if self._progress.pass_index != self.passes_done:
+        if self._pass_ended:
             self._begin_pass()
         elif self._yielded == self._batches.num_micro_batches:
             raise self._went_over_again("before step.apply(): every batch of the pass has had its backward")
@@ -192,13 +196,15 @@ class OwnStep:
         """Begin a pass: its sums start at 0, and all gradients are cleared."""
         self._yielded = 0
         self._reduced = None
-        self._feed = iter(self._run.next_pass() if self.passes_done else self._batches)
+        self._pass_ended = False
+        self._feed = iter(self._batches)
         self._progress = self._run.stepper.new_progress(self._batches, self.passes_done, self._passes)
         self._gradients.forget()
         self._driver.begin_pass()
 
     def _end_pass(self) -> None:
-        """Count a pass. The last one ends the step."""
+        """End a pass. The last one ends the step."""
+        self._pass_ended = True
         self.passes_done += 1
         if self.passes_done < self._passes:
             # Each pass has its own control word, and its requests must not be lost.
@@ -224,7 +230,7 @@ class OwnStep:
         if self._progress.in_backward:
             raise backward_failed(self.index)
 
-        done = self._progress.backwards_done if self._progress.pass_index == self.passes_done else 0
+        done = 0 if self._pass_ended else self._progress.backwards_done
         if done != self._batches.num_micro_batches:
             raise UserError(
                 f"{call} was called after {done} of {self._batches.num_micro_batches} batches of the step",
@@ -271,7 +277,7 @@ class OwnStep:
 
     def _no_batch_for_backward(self) -> UserError:
         """Return the error for a backward without a batch: every batch so far has had one."""
-        if self._yielded and not self.ended and self._progress.pass_index == self.passes_done:
+        if self._yielded and not self._pass_ended:
             return self._backward_count_error("twice")
 
         return UserError(

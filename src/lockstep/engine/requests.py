@@ -55,6 +55,10 @@ class Requests:
     _late_result: StepResult | None = None  # read by `accept_late`, for the next step to report
 
     @property
+    def steps_done(self) -> int:
+        return self.stepper.steps_done
+
+    @property
     def is_stopping(self) -> bool:
         """True if all ranks have agreed that this step is the last one."""
         return self.stop_agreed or self.preempt_agreed
@@ -94,9 +98,6 @@ class Requests:
         self._late_result = result
         if note_source:
             self.source.note_result(self.stepper.of_step(result))
-        else:
-            # Reported at the end of the next step, some of whose passes may be applied by then.
-            self._late_result = self.stepper.of_step(result)
 
         return result
 
@@ -150,7 +151,7 @@ class Requests:
         reason = next((reason for reason in requested if reason is not None), None)
 
         # A request in the last step has nothing left to stop: with more steps, the run goes on.
-        done = self.stop_agreed or self.stepper.counters.steps_done >= self.total_steps
+        done = self.stop_agreed or self.steps_done >= self.total_steps
         stop = None if reason is None else {"reason": reason, "done": done}
         return {"stop": stop, "evaluation_due": self.evaluation_due}
 

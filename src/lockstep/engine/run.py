@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -32,6 +32,7 @@ from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.log.step_log import StepLog
 from lockstep.engine.outcomes.handler import SkippedStep
+from lockstep.engine.passes import RepeatedBatches
 from lockstep.engine.requests import Requests
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
@@ -77,7 +78,6 @@ class Run:
 
     gathering: RowGathering = field(init=False, default_factory=RowGathering)
     _waits_s: list[float] = field(init=False, default_factory=list)  # for each micro-batch of the current step
-    _several: _SeveralPasses | None = field(init=False, default=None)  # of the current step, if it has more than one
 
     @property
     def seconds(self) -> float:
@@ -91,7 +91,7 @@ class Run:
     @property
     def steps_done(self) -> int:
         """The number of steps so far, including skipped ones."""
-        return self.stepper.counters.steps_done
+        return self.stepper.steps_done
 
     # ---- before the first step ----
 
@@ -112,8 +112,7 @@ class Run:
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop.
 
-        Iterating over them measures the wait for data and calls the hooks `before_batch`. That is the first pass over
-        them; a custom loop gets the others from `next_pass`.
+        Iterating over them measures the wait for data and calls the hooks `before_batch`.
         """
         self.log.interval.restart_clock()
         self.trained_model.guard.check_late_hooks()
@@ -129,24 +128,18 @@ class Run:
             # step: a benchmark replaces it between two of them.
             batches = self._take_first() if is_first else self.source.take()
 
-            if self.passes > 1:
-                feed = partial(self._feed, count=batches.num_micro_batches)
-                self._several = _SeveralPasses(batches.micro_batches, self.passes, feed)
-                micro_batches = self.next_pass()
+            feed = partial(self._feed, count=batches.num_micro_batches)
+            if self.passes == 1:
+                fed = feed(batches.micro_batches)
             else:
-                micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
+                fed = RepeatedBatches(batches.micro_batches, self.passes, feed)
 
             # A copy: the object belongs to the source, which may give it again.
-            yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
+            yield replace(batches, micro_batches=fed, step=self.steps_done)
 
             if is_first:
                 is_first = False
                 self.driver.parts.drop_done()
-
-    def next_pass(self) -> Iterable[MicroBatch]:
-        """Return the micro-batches of the current step for its next pass, with the same calls as for the first."""
-        assert self._several is not None, "a step of one pass"
-        return self._several.next_pass()
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.
@@ -393,44 +386,6 @@ class Run:
                 self.hooks.after_eval(results_for_hooks(sets, evaluations))
 
         return evaluations
-
-
-class _SeveralPasses:
-    """The micro-batches of a step, over which a custom loop goes several times. The source gives each only once."""
-
-    def __init__(
-        self,
-        batches: Iterable[MicroBatch],
-        passes: int,
-        feed: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]],
-    ):
-        """`feed` returns what the loop gets: the same micro-batches, with the calls that belong to each pass."""
-        self._batches = batches
-        self._passes_left = passes
-        self._feed = feed
-
-    def next_pass(self) -> Iterable[MicroBatch]:
-        """Return the micro-batches, to iterate over once before the next call."""
-        self._passes_left -= 1
-        if self._passes_left == 0:
-            return self._feed(self._batches)
-
-        kept: list[MicroBatch] = []
-        batches, self._batches = self._batches, _taken_out(kept)
-        return self._feed(_kept_in(kept, batches))
-
-
-def _kept_in(kept: list[MicroBatch], batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield a copy of each micro-batch, whose data a hook may replace, and keep the original."""
-    for micro in batches:
-        kept.append(micro)
-        yield replace(micro)
-
-
-def _taken_out(kept: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches that were kept, each of which is kept no more."""
-    while kept:
-        yield kept.pop(0)
 
 
 def _wrong_count(count: int, given: str) -> UserError:

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.outcomes.late import LateOutcome
 from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.passes import StepStatus
 from lockstep.engine.setup import data as data_setup
 from lockstep.engine.setup import open_run
 from lockstep.engine.step import Stepper
@@ -429,7 +430,7 @@ def test_a_late_outcome_is_what_the_device_has_decided() -> None:
     arrived: Any = SimpleNamespace(synchronize=lambda: None)
     for not_applied in (0.0, 1.0):
         row = torch.cat([torch.tensor([not_applied, 3.0], dtype=torch.float64), packed])
-        outcome = LateOutcome(progress, reduced, (0,), math.inf, row, arrived).read()
+        outcome = LateOutcome(StepStatus(0), progress, reduced, (0,), math.inf, row, arrived).read()
         assert (outcome.applied, outcome.grad_norm, outcome.mean_loss) == (not not_applied, 3.0, 0.5)
 
 
@@ -487,18 +488,27 @@ def test_an_own_loop_with_several_optimizers(
     assert logged(tmp_path / "cpu") == logged(tmp_path / "late")
 
 
-def early_stop(folder: Path) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Two passes, of which the second has weight 0 in every other step, and in some steps the first has it too."""
-    resolved = resolve([("test", SETTINGS | {"run_dir": str(folder), "lr.warmup": 4, "steps": 6})])
+def both_or_one(step: int, index: int) -> bool:
+    """Both passes of every third step are empty, and the second one of the step before it."""
+    return step % 3 == 2 or (index == 1 and step % 3 == 1)
+
+
+def early_stop(
+    folder: Path, is_empty: Callable[[int, int], bool] = both_or_one, callbacks: Sequence[Any] = (), **settings: Any
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Two passes, some of which have weight 0: `is_empty` gets the indices of the step and the pass."""
+    resolved = resolve([("test", SETTINGS | {"run_dir": str(folder), "lr.warmup": 4, "steps": 6} | settings)])
     torch.manual_seed(0)
     plain = nn.Linear(3, 1)
     with context.start(World(), resolved.config) as runtime:
         run = OwnRun(open_run(resolved, runtime, "test"))
         model, _ = run.setup(plain, torch.optim.Adam(plain.parameters(), lr=0.05, fused=True))
+        for callback in callbacks:
+            run.add_callback(callback)
         for step in run.steps(Wobbly().data(), passes=2):
             for index in range(2):
                 for x, y, _ in step:
-                    empty = step.index % 3 == 2 or (index == 1 and step.index % 3 == 1)
+                    empty = is_empty(step.index, index)
                     step.backward(((model(x)[:, 0] - y) ** 2).sum(), 0 if empty else len(x))
                 step.apply()
         average = run._run.trained_model.average
@@ -513,6 +523,29 @@ def test_a_step_of_several_passes_is_applied_if_any_of_them_is(tmp_path: Path, g
     late = early_stop(tmp_path / "late")
     assert "host waits for an event" in fake.calls
     assert (cpu[2]["applied"], late[2]["applied"]) == (4, 4)
+
+
+class Reported:
+    """A callback that keeps what `after_step` gets: whether each step was applied."""
+
+    def __init__(self) -> None:
+        self.applied: dict[int, bool] = {}
+
+    def after_step(self, run: Any, result: StepResult | None) -> None:
+        if result is not None:
+            self.applied[result.step] = result.applied
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_what_is_reported_of_a_step_is_applied_if_any_pass_is(
+    every: int, tmp_path: Path, gpu: Callable[[], FakeGpu]
+) -> None:
+    """A save reads the outcome of the last pass early. It is reported when a pass of the next step is known, too."""
+    gpu()
+    reported = Reported()
+    early_stop(tmp_path / "run", lambda step, index: index == 1, [reported], **{"checkpoint.every": every})
+    assert len(reported.applied) >= 5
+    assert all(reported.applied.values())
 
 
 def test_the_averages_move_if_any_pass_was_applied(tmp_path: Path, gpu: Callable[[], FakeGpu]) -> None:

@@ -15,6 +15,7 @@ from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
 from lockstep.engine.outcomes.handler import OutcomeHandler
 from lockstep.engine.outcomes.late import not_applied_on_device
 from lockstep.engine.outcomes.outcome import Outcome
+from lockstep.engine.passes import StepStatus
 from lockstep.errors import OutOfStep, UserError
 from lockstep.parallel import progress
 from lockstep.parallel.progress import StepContext
@@ -31,7 +32,7 @@ def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: S
     word = word or SummedWord(weight=4.0, steps=summed)
     progress: Any = SimpleNamespace(step=step)
     reduced: Any = None
-    outcome = Outcome(progress, reduced, math.inf, word, grad_norm=1.0)
+    outcome = Outcome(StepStatus(step), progress, reduced, math.inf, word, grad_norm=1.0)
     handler = OutcomeHandler(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4))
     handler.check(outcome)
     return handler.handle(outcome)
@@ -70,7 +71,7 @@ def outcome_of(word: SummedWord, grad_norm: float) -> Outcome:
     names = ["weight"]
     reduced: Any = SimpleNamespace(norms=torch.tensor([grad_norm]), names=names)
     progress: Any = SimpleNamespace(step=0, micro_batches=[], losses=[], batches=SimpleNamespace(span=None))
-    return Outcome(progress, reduced, math.inf, word, grad_norm)
+    return Outcome(StepStatus(0), progress, reduced, math.inf, word, grad_norm)
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_the_device_decides_as_the_host_does(weight: float, norm: float, limit: 
     grad_norm = torch.tensor(norm) * (1.0 / on_device)
     reduced: Any = SimpleNamespace(codec=codec, packed_word=packed)
     progress: Any = None
-    applied = Outcome(progress, reduced, limit, codec.unpack(packed.tolist()), float(grad_norm)).applied
+    applied = Outcome(StepStatus(0), progress, reduced, limit, codec.unpack(packed.tolist()), float(grad_norm)).applied
 
     assert applied == (weight > 0 and math.isfinite(norm) and 3.0 / weight <= limit)
     assert applied != bool(not_applied_on_device(reduced, grad_norm, on_device, limit))

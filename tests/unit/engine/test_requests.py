@@ -17,7 +17,7 @@ class FakeStepper:
 
     def __init__(self, steps_done: int = 3, late: Any = None):
         self.flags: dict[str, bool] = {}
-        self.counters = SimpleNamespace(steps_done=steps_done)
+        self.steps_done = steps_done
         self._late = late
 
     def of_step(self, result: Any) -> Any:

@@ -33,8 +33,8 @@ class Lines:
 def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     """A log with a line every 3 of 8 steps; on a GPU, outcomes come `late`."""
     stepper: Any = SimpleNamespace(
-        counters=SimpleNamespace(steps_done=0),
-        outcome_handler=SimpleNamespace(skipped=0),
+        steps_done=0,
+        steps_skipped=0,
         lr=0.1,
         scaler=None,
         late_steps=int(late),
@@ -45,9 +45,9 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
 
 
 def run_steps(log: StepLog, stepper: Any, last: int) -> None:
-    while stepper.counters.steps_done < last:
-        stepper.counters.steps_done += 1
-        is_last = stepper.counters.steps_done == 8
+    while stepper.steps_done < last:
+        stepper.steps_done += 1
+        is_last = stepper.steps_done == 8
         stepper.late_steps &= not is_last  # the last line waits
         log.end_step(4, None, is_last)
         log.write_if_due()

@@ -111,7 +111,7 @@ class Evaluations:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the early stopping of a checkpoint. Results that a rewind undoes no longer count."""
-        steps_done = self._requests.stepper.counters.steps_done
+        steps_done = self._requests.steps_done
         self.by_set = {name: other for name, other in self.by_set.items() if other.steps_done <= steps_done}
         if self.newest is not None and self.newest.steps_done > steps_done:
             self.newest = None

@@ -38,7 +38,7 @@ class BuiltRunView:
 
     @property
     def steps_applied(self) -> int:
-        return self._started("steps_applied").stepper.counters.steps_applied
+        return self._started("steps_applied").stepper.steps_applied
 
     @property
     def epoch(self) -> float | None:

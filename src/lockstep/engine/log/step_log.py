@@ -85,7 +85,7 @@ class StepLog:
         self._newest = result
 
         # Otherwise the previous line may be ready by now: nothing waits for its sums to come from the device.
-        if is_last or self._stepper.counters.steps_done % self._every == 0:
+        if is_last or self._stepper.steps_done % self._every == 0:
             self.line_due = True
         else:
             self._recorder.poll()
@@ -104,11 +104,11 @@ class StepLog:
         """Write the line of the interval, and begin the next one. Collective."""
         self.line_due = False
         stepper = self._stepper
-        steps_done = stepper.counters.steps_done
+        steps_done = stepper.steps_done
         numbers: dict[str, Any] = {
             "step": steps_done,
             "lr": float(stepper.lr),
-            "skipped": stepper.outcome_handler.skipped,
+            "skipped": stepper.steps_skipped,
         }
 
         # Numbers that not every run has.

@@ -15,7 +15,7 @@ COMPARE = {">=": operator.ge, "<=": operator.le}
 
 def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return counts, losses, and the goals with their verdicts. `best` describes the best checkpoint, if any."""
-    counters, evaluations = run.stepper.counters, run.evaluations
+    stepper, evaluations = run.stepper, run.evaluations
 
     # The loss of the last log line, and the newest evaluation, even if steps came after it.
     newest = evaluations.newest
@@ -27,9 +27,9 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
 
     summary = {
         "task": run.name,
-        "step": counters.steps_done,
-        "applied": counters.steps_applied,
-        "skipped": run.stepper.outcome_handler.skipped,
+        "step": stepper.steps_done,
+        "applied": stepper.steps_applied,
+        "skipped": stepper.steps_skipped,
         "seconds": run.seconds,
         **losses,
         "eval_metrics": metrics,

@@ -45,14 +45,11 @@ class OutcomeHandler:
 
         self.spikes = SpikeDetector(context.config.spike)
 
-        # Counts of steps so far. One with several passes counts once, if any of its passes is skipped.
+        # Counts of steps so far. `StepStatus` says which are counted already, by an earlier pass.
         self.skipped = 0
         self._overflows = 0  # of the skipped steps: those that a lower loss scale of fp16 may prevent
         self.skips_in_a_row = 0  # the other skipped steps since the last one that was applied
         self.empty_in_a_row = 0  # steps of weight 0
-
-        # The newest steps that were counted as skipped, and in a row.
-        self._counted = self._counted_in_a_row = -1
 
         self.rewind_after: SkippedStep | None = None  # set if the run must rewind to its last checkpoint
 
@@ -74,7 +71,7 @@ class OutcomeHandler:
             self._handle_skip(outcome, result)
             return result
 
-        self.skips_in_a_row, self._counted_in_a_row = 0, -1
+        self.skips_in_a_row, outcome.status.counted_in_a_row = 0, False
         self.spikes.add(outcome.mean_loss)
         if self._scaler:
             self._scaler.update(overflowed=False)
@@ -165,8 +162,9 @@ class OutcomeHandler:
 
     def _handle_skip(self, outcome: Outcome, result: StepResult) -> None:
         """Log a skipped step, adapt the loss scale, and apply the policy. Collective: every rank must call it."""
-        is_first = self._counted != result.step
-        self._counted = result.step
+        status = outcome.status
+        is_first = not status.counted_as_skipped
+        status.counted_as_skipped = True
         self.skipped += is_first
         reason = self._log_skip(outcome, result)  # first: it logs the loss scale with which the step was computed
 
@@ -176,8 +174,8 @@ class OutcomeHandler:
             return
 
         # Too many of the others in a row end the run under every policy.
-        self.skips_in_a_row += self._counted_in_a_row != result.step
-        self._counted_in_a_row = result.step
+        self.skips_in_a_row += not status.counted_in_a_row
+        status.counted_in_a_row = True
         limit = self._config.nonfinite.max_in_a_row
 
         # A spike has a finite gradient; each of the two cases has its own policy.
@@ -265,9 +263,6 @@ class OutcomeHandler:
         self.skipped = skips["skipped"]
         self.skips_in_a_row = skips["failures_in_a_row"]
         self._overflows = skips.get("scale_backoffs", 0)  # older checkpoints do not have it
-
-        # A rewind repeats steps.
-        self._counted = self._counted_in_a_row = -1
         self.empty_in_a_row = 0
 
         self.spikes.recent.clear()

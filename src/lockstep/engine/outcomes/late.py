@@ -1,4 +1,7 @@
-"""Outcomes on which the device decides: the host reads them one step late, so that it never waits for the device."""
+"""Outcomes that are *late*: the device decides whether a step is applied, and the host reads that one step later.
+
+So the host never waits for the device. Where it decides itself, no outcome is late.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.outcomes.outcome import Outcome
+from lockstep.engine.passes import StepStatus
 from lockstep.parallel.driver import Reduced
 from lockstep.parallel.progress import PassProgress
 
@@ -31,11 +35,12 @@ def not_applied_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, l
 
 @dataclass(frozen=True)
 class LateOutcome:
-    """The outcome of a step, as long as the host has not read it from the GPU."""
+    """The numbers of an outcome on their way to the host, and what the host knows already. It is read once."""
 
+    status: StepStatus
     progress: PassProgress
     reduced: Reduced
-    optimizer_indices: Sequence[int]  # of the optimizers that the step was for
+    optimizer_indices: Sequence[int]  # of the optimizers that the update was for
     loss_limit: float
     row: Tensor  # [2 + LENGTH]: whether it was not applied, gradient norm, packed control word; in pinned host memory
     arrived: torch.cuda.Event
@@ -43,6 +48,7 @@ class LateOutcome:
     @classmethod
     def queue_copy(
         cls,
+        status: StepStatus,
         progress: PassProgress,
         reduced: Reduced,
         optimizer_indices: Sequence[int],
@@ -55,11 +61,17 @@ class LateOutcome:
         row = torch.cat(numbers).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(progress, reduced, optimizer_indices, loss_limit, row, arrived)
+        return cls(status, progress, reduced, optimizer_indices, loss_limit, row, arrived)
+
+    @property
+    def share(self) -> float:
+        """The share of its step: 1, unless several passes of the step ended with an update."""
+        return 1 / self.status.updates
 
     def read(self) -> Outcome:
         """Wait for the device, and return what it has decided."""
         self.arrived.synchronize()
         not_applied, grad_norm, *values = self.row.tolist()
         word = self.reduced.codec.unpack(values)
-        return Outcome(self.progress, self.reduced, self.loss_limit, word, grad_norm, by_device=not not_applied)
+        applied = not not_applied
+        return Outcome(self.status, self.progress, self.reduced, self.loss_limit, word, grad_norm, by_device=applied)

@@ -1,4 +1,7 @@
-"""The outcome of a step: whether it is applied. Every rank reads it from the same summed control word."""
+"""The outcome of a pass, which is that of its step if the step has one: whether it is applied.
+
+Every rank reads it from the same summed control word.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import InitVar, dataclass, field
 
 import torch
 
+from lockstep.engine.passes import StepStatus
 from lockstep.parallel.driver import Reduced
 from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import SummedWord
@@ -16,17 +20,18 @@ from lockstep.runtime.control_word import SummedWord
 class Outcome:
     """A reduced pass and the numbers that decide whether it is applied. They are the same on every rank."""
 
+    status: StepStatus  # of the step that the pass belongs to
     progress: PassProgress
     reduced: Reduced
     loss_limit: float  # a mean loss above this is a spike
     word: SummedWord
     grad_norm: float  # of the gradient of the mean loss; any number if the weight is 0
-    by_device: InitVar[bool | None] = None  # whether the device has applied the step; None: the host decides now
+    by_device: InitVar[bool | None] = None  # whether the device has applied it; None: the host decides now
 
     # Derived from these.
     finite: bool = field(init=False)  # whether `grad_norm` is finite
     mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
-    applied: bool = field(init=False)  # whether the step is applied
+    applied: bool = field(init=False)  # whether the pass is applied
 
     def __post_init__(self, by_device: bool | None) -> None:
         word = self.word
@@ -39,7 +44,7 @@ class Outcome:
         self.applied = by_host if by_device is None else by_device
 
     def skip_reason(self) -> str | None:
-        """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
+        """Return why the pass is skipped, or None if it is applied or has weight 0, which is legal."""
         if self.applied or not self.word.weight:
             return None
 

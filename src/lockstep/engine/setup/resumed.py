@@ -21,11 +21,10 @@ def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: St
         check_epochs_countable(config, resumed.global_batch, plan.global_batch)
         return plan
 
-    plan = plan.resumed(config, stepper.counters.steps_done, source.step_order.steps_counted)
+    plan = plan.resumed(config, stepper.steps_done, source.step_order.steps_counted)
 
     # The schedule ends with the plan, whose number of steps may just have changed.
-    stepper.learning_rate.change_total_steps(plan.steps)
-    stepper.lr = stepper.learning_rate.at(stepper.counters.steps_applied)
+    stepper.change_total_steps(plan.steps)
     return plan
 
 

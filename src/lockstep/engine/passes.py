@@ -1,0 +1,78 @@
+"""Steps of several passes: a custom loop may go over the batches of a step more than once, each time with an update.
+
+Such a step counts once. It is applied if any of its passes is, and skipped if any of them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lockstep.task import MicroBatch, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class StepStatus:
+    """What is known of a step so far. Its passes, of which it usually has one, add to it."""
+
+    step: int
+    updates: int = 0  # passes so far that ended with an update, applied or not
+    applied: bool = False  # whether the host knows of a pass that was applied
+    not_applied: bool | Tensor = True  # the opposite; on a GPU a tensor (), since the device knows it first
+
+    # Whether the step is counted already: `OutcomeHandler` counts the first of several skipped passes.
+    counted_as_skipped: bool = False
+    counted_in_a_row: bool = False
+
+    def add_update(self, not_applied: bool | Tensor) -> None:
+        """Add a pass that ended with an update. `not_applied` (): whether this one is not applied."""
+        self.updates += 1
+
+        # A step with one pass launches no kernel here.
+        self.not_applied = not_applied if self.not_applied is True else self.not_applied & not_applied
+
+    def complete(self, result: StepResult) -> StepResult:
+        """Return the result of a pass of this step as the result of the step."""
+        return result if result.applied or not self.applied else replace(result, applied=True, skip_reason=None)
+
+
+class RepeatedBatches:
+    """The micro-batches of a step for several passes: each iteration over this object is the next pass.
+
+    The source gives each micro-batch only once. It stays in memory until the last pass.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[MicroBatch],
+        passes: int,
+        feed: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]],
+    ):
+        """`feed` returns what the loop gets: the same micro-batches, with the calls that belong to each pass."""
+        self._batches = batches
+        self._passes_left = passes
+        self._feed = feed
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self._passes_left -= 1
+        if self._passes_left == 0:
+            return iter(self._feed(self._batches))
+
+        kept: list[MicroBatch] = []
+        batches, self._batches = self._batches, _taken_out(kept)
+        return iter(self._feed(_kept_in(kept, batches)))
+
+
+def _kept_in(kept: list[MicroBatch], batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield a copy of each micro-batch, whose data a hook may replace, and keep the original."""
+    for micro in batches:
+        kept.append(micro)
+        yield replace(micro)
+
+
+def _taken_out(kept: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches that were kept, each of which is kept no more."""
+    while kept:
+        yield kept.pop(0)
