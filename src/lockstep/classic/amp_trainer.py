@@ -266,18 +266,19 @@ class AMPTrainer:
         batch = to_device(batch, self.runtime.device)
 
         # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
-        index = self.runtime.world.rank * count + self.stepper.progress.backwards_done
-        self.driver.before_forward(MicroBatch(batch, index, samples, padding=padding), self.stepper.progress)
-        with self.stepper.context.precision.autocast():
+        progress = self.stepper.progress
+        index = self.runtime.world.rank * count + progress.backwards_done
+        self.driver.before_forward(MicroBatch(batch, index, samples, padding=padding), progress)
+        with progress.autocast():
             loss = self._loss(batch, samples)
 
-        reduced = self.driver.finish_micro_batch(loss, self.stepper.progress)
+        reduced = self.driver.finish_micro_batch(loss, progress)
         if reduced is None:
             return loss, None
 
         self._open_step = None
         self.stepper.set_flags(loaded=False)  # the control word of this step has carried it
-        return loss, self.stepper.apply(self.stepper.progress, reduced)
+        return loss, self.stepper.apply(progress, reduced)
 
     def _abandon_step(self) -> None:
         """Drop the batches of an optimizer step in which a backward has raised: the next one begins it anew."""

@@ -191,7 +191,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     else:
         # With micro_batch=auto there is nothing to advise: the next attempt takes a smaller one.
         # Before the batches of a step are there, `progress` is that of the step before.
-        index = run.steps_done if builder.runtime.heartbeat.phase == "data" else run.stepper.progress.step
+        index = run.steps_done if builder.runtime.heartbeat.phase == "data" else run.progress.step
         what = f"step {index + 1} with micro-batches of {run.plan.micro_batch}"
         smaller = _record_smaller_micro_batch(run)
         if smaller:

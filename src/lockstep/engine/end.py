@@ -241,7 +241,7 @@ def _release(run: Run) -> None:
     trained = run.trained_model
     trained.optimizers.switch("eval", trained.driver.reshard)
     trained.optimizers.release()
-    run.stepper.learning_rate.release()
+    run.learning_rate.release()
 
     release_captures(trained.driver.model)
     trained.driver.parts.close()

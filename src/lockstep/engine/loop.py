@@ -149,7 +149,7 @@ def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
         run.data_record.add_evaluation(chosen.name, chosen.dataset)
 
     during_run = run.evaluations.schedule.is_on
-    check_evaluations(run.config, bool(sets), during_run, run.stepper.learning_rate.needs_evaluations)
+    check_evaluations(run.config, bool(sets), during_run, run.learning_rate.needs_evaluations)
     if not sets and during_run:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
 

@@ -267,7 +267,7 @@ class OwnRun(BuiltRunView):
 
         beats.beat("end")
 
-        rate = run.stepper.learning_rate
+        rate = run.learning_rate
         if rate.needs_evaluations and not rate.evaluations:
             run.recorder.event("warning", reason="ReduceLROnPlateau never moved: run.evaluate was not called")
 

@@ -29,9 +29,9 @@ class OwnStep:
 
     def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard):
         self._run = run
-        self._driver = run.driver
         self._gradients = gradients
         assert runs_whole_model(run.driver), "OwnRun.setup refuses a pipeline"
+        self._driver = run.driver
 
         # What a user may read.
         self.index = run.steps_done
@@ -218,7 +218,7 @@ class OwnStep:
 
     def _check_pass(self, call: str) -> None:
         """Raise unless every batch of the current pass has had its backward."""
-        if self.ended or self._progress is not self._run.stepper.progress:
+        if self.ended or self._progress is not self._run.progress:
             raise UserError(
                 f"{call} was called on step {self.number}, which has ended",
                 "",

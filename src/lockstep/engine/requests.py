@@ -4,14 +4,12 @@ A rank requests something by setting a flag. The flags of all ranks are summed w
 every rank receives a request with the result of the same step. A rank acts on what was received, never on a request of
 its own: the ranks then do the same after the same step.
 
-Where the device decides about updates, on a GPU, the outcome of a step is *late*: the host reads it one step later.
+A result is accepted once, as soon as the host knows it, and reported once, at the end of a step: to the hooks and the
+log. Usually a step accepts and reports its own. Where outcomes are late (`outcomes/late.py`), on a GPU, the order is:
 
-    step n      computes, and reads and reports the late outcome of step n - 1: to the source, the hooks and the log
+    step n      its outcome is late. The step accepts and reports the result of step n - 1
     in between  a save, an evaluation or the last log line may need the outcome of step n: `accept_late` reads it
-    step n + 1  computes, and reads and reports the late outcome of step n; if it was read in between, it is still
-                reported to the hooks and the log here
-
-Elsewhere every step reads and reports its own outcome, and none is late.
+    step n + 1  accepts the result of step n, unless `accept_late` has done so, and reports it
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Requests:
     # Requested by the user's code on this rank, for the next control word.
     stop_requested: str | None = None  # the reason, "" if none was given
 
-    _late_result: StepResult | None = None  # read by `accept_late`, for the next step to report
+    _unreported: StepResult | None = None  # accepted by `accept_late`, for the next step to report
 
     @property
     def steps_done(self) -> int:
@@ -64,7 +62,7 @@ class Requests:
         return self.stop_agreed or self.preempt_agreed
 
     def accept(self, result: StepResult | None) -> None:
-        """Record the requests of any rank, which the flags of a step's control word carry."""
+        """Record the requests of any rank, which the control word of a pass has carried."""
         if result is None:
             return
 
@@ -85,7 +83,7 @@ class Requests:
             self.checkpoints.pending.abort_if_failed()
 
     def accept_late(self, note_source: bool = True) -> StepResult | None:
-        """Read the late outcome, if there is one, accept its flags, and return the result.
+        """Read the late outcome, if there is one, accept its result, and return it.
 
         `note_source`: pass it to the source, which has advanced past its step without it and may be saved now. In the
         middle of a step a source gets no results.
@@ -95,19 +93,19 @@ class Requests:
             return None
 
         self.accept(result)
-        self._late_result = result
+        self._unreported = result
         if note_source:
             self.source.note_result(self.stepper.of_step(result))
 
         return result
 
     def to_report(self, result: StepResult | None) -> StepResult | None:
-        """Return the result for a step to report: the one that `accept_late` has read, or else `result`.
+        """Return the result for a step to report: the one that `accept_late` has accepted, or else `result`.
 
         If there are both, `result` is not reported: it is that of the step before the last one, or of an earlier pass.
         """
-        late, self._late_result = self._late_result, None
-        return late or result
+        unreported, self._unreported = self._unreported, None
+        return unreported or result
 
     # ---- an evaluation ----
 

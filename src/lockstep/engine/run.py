@@ -38,8 +38,11 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError, plural
 from lockstep.observe.recorder import Recorder
+from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver
+from lockstep.parallel.progress import PassProgress
 from lockstep.plan.plan import Plan
+from lockstep.precision import Precision
 from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.context import Runtime
 from lockstep.start_check import check as start_check
@@ -63,6 +66,7 @@ class Run:
     trained_model: TrainedModel
     plan: Plan
     source: BatchSource
+    learning_rate: LearningRate
     stepper: Stepper
     checkpoints: CheckpointManager
     resumed: Resumed | None
@@ -89,9 +93,18 @@ class Run:
         return self.trained_model.driver
 
     @property
+    def precision(self) -> Precision:
+        return self.stepper.context.precision
+
+    @property
     def steps_done(self) -> int:
         """The number of steps so far, including skipped ones."""
         return self.stepper.steps_done
+
+    @property
+    def progress(self) -> PassProgress:
+        """What this rank has done of the current step, or of the last one: of its current pass, if it has several."""
+        return self.stepper.progress
 
     # ---- before the first step ----
 
@@ -204,10 +217,11 @@ class Run:
         """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
         `result` is what the step has returned: its own, or on a GPU that of the previous step, or None if that was read
-        in between. Return the one that this step reports (see `engine/requests.py`), as that of its last pass.
+        in between. Return the one that this step reports (see `engine/requests.py`). If steps have several passes, all
+        of these are results of passes; the source, the hooks and the log get them as results of steps.
         """
         for part in self.driver.parts:
-            part.end_step(self.stepper.progress)
+            part.end_step(self.progress)
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result and self.stepper.of_step(result))

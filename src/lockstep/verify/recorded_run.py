@@ -132,7 +132,7 @@ class RecordedRun(Run):
             "samples": self.plan.samples,
             "stream": source.step_order is None,
             "strategy": self.config.strategy,
-            "precision": self.stepper.context.precision.name,
+            "precision": self.precision.name,
             "device": self.runtime.device.type,
             "replicated": self.driver.role.replicated,
             "trainable": [*self.driver.parameters],
@@ -284,11 +284,10 @@ class RecordedRun(Run):
 
     def _nudge(self) -> None:
         """Move every weight by up to one unit in the last place of the compute format."""
-        precision = self.stepper.context.precision
         with torch.no_grad():
             for p in self.driver.parameters.values():
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
-                p.mul_((1 + precision.eps(p.dtype) * change).to(p.device, torch.float64).to(p.dtype))
+                p.mul_((1 + self.precision.eps(p.dtype) * change).to(p.device, torch.float64).to(p.dtype))
 
     def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
         if self.runtime.is_main:

@@ -100,7 +100,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         config=config,
         plan=make_plan(config, 1, 100),
         runtime=runtime,
-        stepper=SimpleNamespace(progress=SimpleNamespace(step=2)),
+        progress=SimpleNamespace(step=2),
         steps_done=3,
         folder=SimpleNamespace(path=folder),
     )

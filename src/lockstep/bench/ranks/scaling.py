@@ -92,7 +92,7 @@ def _facts(run: Run, unit: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if run.runtime.on_gpu else "cpu",
         "backend": run.runtime.backend,
         "strategy": run.config.strategy,
-        "precision": run.stepper.context.precision.name,
+        "precision": run.precision.name,
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),

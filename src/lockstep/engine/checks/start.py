@@ -26,7 +26,7 @@ def as_checked(run: Run, task: Any) -> CheckedRun:
         config=run.config,
         runtime=run.runtime,
         driver=run.driver,
-        precision=run.stepper.context.precision,
+        precision=run.precision,
         source=run.source,
         micro_batch_size=run.plan.micro_batch,
         optimizers=run.trained_model.optimizers.all,

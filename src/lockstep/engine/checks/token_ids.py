@@ -114,7 +114,7 @@ def _outside(values: Tensor, count: int, what: str, where: str) -> Iterator[Look
 
 def _sample_with(run: Run, value: int) -> str:
     """Return text about the sample of the current micro-batch that has this id."""
-    micro = run.stepper.progress.micro
+    micro = run.progress.micro
     if micro is None or not len(micro.ids):
         return "the number of its sample is not known here"
 

@@ -140,7 +140,7 @@ class BuiltRunView:
         if run is None or run.gathering.batches_are_whole:
             return None
 
-        return run.stepper.progress.micro
+        return run.progress.micro
 
     def _started(self, name: str) -> Run:
         """Return the Run, or raise if it does not exist yet. `name` is the attribute that the user's code reads."""

@@ -83,7 +83,7 @@ class ProfiledSteps(StepPart):
         # After the trace, of which the counted forward is no part. It may draw random numbers, for dropout, and the
         # steps after a profile must be the same as without one.
         with preserve_rng(run.runtime.device):
-            mine["flops"] = self._flops.of_step(len(run.stepper.progress.micro_batches))
+            mine["flops"] = self._flops.of_step(len(run.progress.micro_batches))
 
         # The rate is measured on this device, now: a data sheet knows neither its power limit nor a CPU's cores.
         mine["peak_flops"] = matmul_rate(run.runtime.device)

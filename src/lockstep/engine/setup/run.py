@@ -34,6 +34,7 @@ from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.observe.head import write_head
 from lockstep.observe.metrics import ExactSums, Interval, MetricNames, Sums
+from lockstep.optim.schedule import LearningRate
 from lockstep.optim.schedulers.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepContext
@@ -67,11 +68,12 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     plan, source = _open_data(builder, driver, data, collate)
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
     interval = Interval(ExactSums(runtime.collectives) if config.exact else Sums(), MetricNames())
-    stepper = _make_stepper(builder, trained, plan, interval)
+    rate = _make_learning_rate(builder, trained, plan)
+    stepper = _make_stepper(builder, trained, plan, rate, interval)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
-    resumed, plan = _resume(builder, checkpoints, plan, source, stepper)
+    resumed, plan = _resume(builder, checkpoints, plan, source, stepper, rate)
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
@@ -82,14 +84,14 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     # A rewind keeps the elapsed time and the requests.
     loop = checkpoints.state.loop
     loop.add_and_restore("clock", builder.clock, rewinds=False)
-    evaluations = _make_evaluations(builder, plan, stepper, checkpoints, requests)
+    evaluations = _make_evaluations(builder, plan, rate, checkpoints, requests)
     loop.add_and_restore("log", log)
     loop.add_and_restore("requests", requests, rewinds=False)
     loop.add_and_restore("evaluations", evaluations)
     data_record = _make_data_record(builder, source, resumed, checkpoints)
     loop.add_and_restore("data", data_record, rewinds=False)
 
-    facts = _describe(builder, trained, plan, source, stepper) | loader_lines
+    facts = _describe(builder, trained, plan, source, rate) | loader_lines
     facts |= _describe_beginning(builder, resumed, requests, plan)
     facts |= _describe_weights(trained, plan, source, resumed)
     _write_start(builder, facts, plan, driver)
@@ -108,6 +110,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         trained_model=trained,
         plan=plan,
         source=source,
+        learning_rate=rate,
         stepper=stepper,
         checkpoints=checkpoints,
         resumed=resumed,
@@ -124,19 +127,24 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
 
 def _resume(
-    builder: RunBuilder, checkpoints: CheckpointManager, plan: Plan, source: BatchSource, stepper: Stepper
+    builder: RunBuilder,
+    checkpoints: CheckpointManager,
+    plan: Plan,
+    source: BatchSource,
+    stepper: Stepper,
+    rate: LearningRate,
 ) -> tuple[Resumed | None, Plan]:
     """Restore the checkpoint that the run resumes from, if there is one, and return the plan that follows."""
     # A new run is refused before it claims its folder. One that may resume has its number of steps only afterwards.
     may_resume = builder.folder.start_from.will_load(has_checkpoint=True)
-    foreseen = [] if may_resume else _look_ahead(builder, stepper, plan)
+    foreseen = [] if may_resume else _look_ahead(builder, rate, plan)
 
     resumed = checkpoints.open()
     if resumed:
         plan = continue_plan(resumed, plan, source, stepper, builder.config)
 
     if may_resume:
-        foreseen = _look_ahead(builder, stepper, plan)
+        foreseen = _look_ahead(builder, rate, plan)
 
     for text in foreseen:
         builder.recorder.event("warning", reason=text)
@@ -232,8 +240,8 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
 # ---- the step and its checkpoints ----
 
 
-def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interval: Interval) -> Stepper:
-    """Make the learning rate and the step."""
+def _make_learning_rate(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> LearningRate:
+    """Make what sets the learning rate: the settings, or the user's scheduler."""
     rate = make_learning_rate(
         builder.config.lr,
         builder.resolved.sources,
@@ -246,6 +254,12 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
     if isinstance(rate, SchedulerRate):
         builder.registered.add("scheduler", rate)
 
+    return rate
+
+
+def _make_stepper(
+    builder: RunBuilder, trained: TrainedModel, plan: Plan, rate: LearningRate, interval: Interval
+) -> Stepper:
     context = StepContext(
         builder.config,
         builder.runtime,
@@ -263,7 +277,7 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan, interv
     return Stepper(context, trained.driver, trained.optimizers, rate, interval, parameters)
 
 
-def _look_ahead(builder: RunBuilder, stepper: Stepper, plan: Plan) -> list[str]:
+def _look_ahead(builder: RunBuilder, rate: LearningRate, plan: Plan) -> list[str]:
     """Return warnings about the learning rates of the steps to come. Raise if one of them cannot be set."""
     # Each pass over a step may step a scheduler, and it is known only afterwards how many did.
     if builder.passes > 1:
@@ -275,7 +289,7 @@ def _look_ahead(builder: RunBuilder, stepper: Stepper, plan: Plan) -> list[str]:
 
     # After a resume with another batch size, the steps are of two sizes, and do not tell the number of epochs.
     steps_per_epoch = None if plan.ahead else plan.steps_per_epoch
-    return stepper.learning_rate.look_ahead(plan.steps, steps_per_epoch, may_end_early)
+    return rate.look_ahead(plan.steps, steps_per_epoch, may_end_early)
 
 
 def _make_requests(
@@ -294,7 +308,7 @@ def _make_requests(
 
 
 def _make_evaluations(
-    builder: RunBuilder, plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, requests: Requests
+    builder: RunBuilder, plan: Plan, rate: LearningRate, checkpoints: CheckpointManager, requests: Requests
 ) -> Evaluations:
     """Make the object that decides when to evaluate, and acts on results. The clock must be restored by now."""
     seconds = builder.clock.seconds
@@ -303,7 +317,7 @@ def _make_evaluations(
         schedule=EvaluationSchedule(builder.config.evaluate, plan.steps_per_epoch, plan.ahead, seconds),
         requests=requests,
         saves=checkpoints.decision,
-        learning_rate=stepper.learning_rate,
+        learning_rate=rate,
         recorder=builder.recorder,
         newest=builder.evaluation,
     )
@@ -348,10 +362,9 @@ def _open_checkpoints(
 
 
 def _describe(
-    builder: RunBuilder, trained: TrainedModel, plan: Plan, source: BatchSource, stepper: Stepper
+    builder: RunBuilder, trained: TrainedModel, plan: Plan, source: BatchSource, rate: LearningRate
 ) -> dict[str, str]:
     """Return the lines of the banner about the settings and the plan. Collective."""
-    rate = stepper.learning_rate
     facts = describe_run(trained.driver, builder.config, plan, rate, builder.precision, builder.runtime)
 
     # The driver, the optimizers and the source may add some.
