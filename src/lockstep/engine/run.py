@@ -341,7 +341,7 @@ class Run:
     # ---- a save ----
 
     def save_if_agreed(self) -> None:
-        """Save if the evaluation that a resumed run repeats has asked for it, and this step is not saved here yet."""
+        """Save if the evaluation that a resumed run has just repeated asks for it, as the best one so far does."""
         if self.checkpoints.decision.agreed:
             self.save_checkpoint()
 

@@ -72,8 +72,9 @@ class Stepper:
 
         # Of the current step; empty before the first.
         self.progress = PassProgress(context, StepBatches(0, (), 0), 0)
-        self._status = self._previous_status = StepStatus(0)
-        self._late: LateOutcome | None = None  # of the last pass, where outcomes are late
+        self._status = StepStatus(0)
+        self._previous_status = self._status  # of the step before, whose result may still be reported
+        self._late: LateOutcome | None = None  # of the last update, where outcomes are late
 
     # ---- a step ----
 
@@ -84,7 +85,7 @@ class Stepper:
         return self.apply(progress, reduced)
 
     def new_progress(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> PassProgress:
-        """Return the progress of a new pass, now the current one. The first of its `passes` begins a step."""
+        """Return the progress of a new pass, which is now the current one. The first of `passes` begins a step."""
         if pass_index == 0:
             self._previous_status, self._status = self._status, StepStatus(self.steps_done)
 
@@ -136,6 +137,7 @@ class Stepper:
             self.update.step(reduced.parameters, factor, progress.pass_count, indices)
             self.learning_rate.count_step(indices)
 
+        # A step counts as applied if any of its passes is.
         self._status.add_update(not outcome.applied)
         self._status.applied |= outcome.applied
         self.steps_applied += progress.ends_step and self._status.applied
@@ -193,7 +195,7 @@ class Stepper:
         return self.update.skips_on_device and self.context.runtime.on_gpu and not self.context.scaler
 
     def read_late_outcome(self) -> StepResult | None:
-        """Wait for the late outcome and return the result of its step, or None if there is none to read."""
+        """Wait for the late outcome and return its result, or None if there is no late outcome."""
         late, self._late = self._late, None
         if late is None:
             return None
@@ -202,7 +204,7 @@ class Stepper:
         if not outcome.applied:
             self.learning_rate.uncount_step(late.optimizer_indices)
 
-        # `_apply_late` has counted the step with its last pass. By now the outcomes of the earlier ones are known.
+        # `_apply_late` has counted the step with its last pass. By now the outcomes of all earlier passes are known.
         late.status.applied |= outcome.applied
         self.steps_applied -= late.progress.ends_step and not late.status.applied
 
@@ -223,7 +225,7 @@ class Stepper:
         return self._status.not_applied
 
     def of_step(self, result: StepResult) -> StepResult:
-        """Return the newest known result, which is that of a pass, as the result of its step."""
+        """Return the newest known result of a pass as that of its step: the current step or the one before it."""
         is_current = result.step == self._status.step
         return (self._status if is_current else self._previous_status).complete(result)
 
