@@ -1,6 +1,7 @@
-"""Steps of several passes: a custom loop may go over the batches of a step more than once, each time with an update.
+"""Steps of several passes: a custom loop may go over the batches of a step more than once.
 
-Such a step counts once. It is applied if any of its passes is, and skipped if any of them is.
+Each pass ends with an update (`apply`) or leaves its gradients to the user (`measure`). The step counts once: as
+applied if any of its passes is, as skipped if any of them is, and perhaps as both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lockstep.task import MicroBatch, StepResult
 
 @dataclass(slots=True, eq=False)
 class StepStatus:
-    """What is known of a step so far. Its passes, of which it usually has one, add to it."""
+    """What is known of a step so far, from all of its passes. Usually it has one."""
 
     step: int
     updates: int = 0  # passes so far that ended with an update, applied or not
