@@ -56,11 +56,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, trained.driver
 
-    # A custom loop may have changed the model or its optimizers since `run.setup`.
-    trained.guard.check()
-    trained.guard.check_structure()
-    trained.optimizers.check_groups(trained.guard.model)
-
+    _check_unchanged(trained)
     for hook in builder.hooks.named("before_batch"):
         check_before_batch(config, driver.role, runtime.world.alone, hook)
 
@@ -124,6 +120,13 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     _begin(run, builder)
     return run
+
+
+def _check_unchanged(trained: TrainedModel) -> None:
+    """Raise if a custom loop has changed the model or its optimizers since `run.setup`."""
+    trained.guard.check()
+    trained.guard.check_structure()
+    trained.optimizers.check_groups(trained.guard.model)
 
 
 def _resume(
