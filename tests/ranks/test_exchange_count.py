@@ -31,7 +31,9 @@ def collectives(world: World, store: Any, task: ReferenceTask, values: dict[str,
                 recorder.stop()
                 break
     names = Counter(event.name for event in recorder.events())
-    return {name: count for name, count in names.items() if name.startswith(("c10d::", "gloo:"))}
+
+    # Each call is `c10d::...`. `gloo:...` is its execution in another thread, which the profiler may miss the end of.
+    return {name: count for name, count in names.items() if name.startswith("c10d::")}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "fused"])
@@ -42,13 +44,13 @@ def test_one_exchange_per_step(pool: Pool, world: int, accumulation: int, optimi
     task = weighted_regression(batch * 10, seed=9)
     task.optimizer_kind = optimizer
     for found in pool.run(collectives, task, {"global_batch": batch, "micro_batch": 2}, world=world):
-        assert found == {"c10d::allreduce_": MEASURED, "gloo:all_reduce": MEASURED}
+        assert found == {"c10d::allreduce_": MEASURED}
 
 
 def test_fp16_needs_no_more(pool: Pool) -> None:
     values = {"global_batch": 16, "micro_batch": 2, "precision": "fp16"}
     for found in pool.run(collectives, weighted_regression(160, seed=9), values, world=2):
-        assert found == {"c10d::allreduce_": MEASURED, "gloo:all_reduce": MEASURED}
+        assert found == {"c10d::allreduce_": MEASURED}
 
 
 def test_the_count_sees_every_collective(pool: Pool) -> None:
