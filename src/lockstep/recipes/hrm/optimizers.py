@@ -5,11 +5,9 @@ None of them makes the host wait for the device in a step on one GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,9 +23,9 @@ class AdamATan2(torch.optim.Optimizer):
 
     It has no epsilon, and scaling the gradient, however much, does not change it.
 
-    `fused` is for a GPU, and the default there: one kernel for each parameter or, without Triton, about twenty for all.
-    It divides by `grad_scale` and skips by `found_inf`, both tensors, so that the host waits for nothing. It counts the
-    steps of all parameters of a group together.
+    `fused` is for a GPU, and the default there: about twenty kernels for all parameters together. It divides by
+    `grad_scale` and skips by `found_inf`, both tensors, so that the host waits for nothing. It counts the steps of all
+    parameters of a group together.
     """
 
     works_on_shards = True
@@ -106,13 +104,6 @@ class AdamATan2(torch.optim.Optimizer):
         count += applies
         correction = ((1 - beta2**count).sqrt() / (1 - beta1**count)).nan_to_num_()
 
-        kernel = _kernel() if all(map(_suits_kernel, (*params, *grads))) else None
-        if kernel is not None:
-            divisor = self.grad_scale if self.grad_scale is not None else torch.ones_like(count)
-            skip = self.found_inf if self.found_inf is not None else torch.zeros_like(count)
-            kernel(params, grads, means, squares, correction, divisor, skip, lr, beta1, beta2, decay)
-            return
-
         # torch's kernel moves both moments, divides and skips. With a rate of 0 it leaves the parameters alone.
         torch._fused_adam_(
             params, grads, means, squares, [], [count] * len(params),
@@ -143,21 +134,6 @@ class AdamATan2(torch.optim.Optimizer):
             self.state[p]["step"] = first["step"]
 
         return first["step"]
-
-
-def _suits_kernel(tensor: Tensor) -> bool:
-    sharded = hasattr(tensor, "placements")
-    return tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous() and not sharded
-
-
-@cache
-def _kernel() -> Callable[..., None] | None:
-    if not find_spec("triton"):
-        return None
-
-    from lockstep.recipes.hrm.adam_atan2_kernel import update_
-
-    return update_
 
 
 class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
