@@ -6,14 +6,12 @@ from it. Keys that it does not know are settings of the run (`log.every=10`, `pr
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lockstep.classic.hrm.messages import check_names
@@ -127,10 +125,9 @@ def generate_name() -> str:
 def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: int) -> PretrainConfig:
     """Return rank 0's configuration on every rank, whatever arguments the others have.
 
-    It travels as JSON. Collective: every rank must call it.
+    Collective: every rank must call it.
     """
-    # The run gets its name here: otherwise each rank would draw another one.
-    text = ""
+    objects: list[Any] = [None]
     if rank == 0:
         check_values(hydra_config)
         config = PretrainConfig(
@@ -138,24 +135,11 @@ def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: i
             rest={key: value for key, value in hydra_config.items() if key not in PRETRAIN_KEYS},
         )
 
+        # The run gets its name here: otherwise each rank would draw another one.
         config.run_name = config.run_name or generate_name()
-        text = json.dumps(asdict(config))
+        objects = [config]
 
     if world_size > 1:
-        text = _broadcast_text(text)
+        dist.broadcast_object_list(objects, src=0)
 
-    return PretrainConfig(**json.loads(text))
-
-
-def _broadcast_text(text: str) -> str:
-    """Return the text of rank 0 on every rank."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    # The other ranks do not know the length, so it travels first.
-    length = torch.tensor([data.numel()], device=device)
-    dist.broadcast(length, src=0)
-    if dist.get_rank() != 0:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
-
-    dist.broadcast(data, src=0)
-    return bytes(data.tolist()).decode()
+    return objects[0]
