@@ -6,6 +6,7 @@ that the course's tables name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -20,96 +21,67 @@ def _norm(kind: Norm, channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(8, channels)
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+def _conv(inputs: int, outputs: int, kernel: int, stride: int, norm: Norm) -> list[nn.Module]:
+    """Return a convolution and its norm. The picture gets smaller by the stride, and by nothing else."""
+    return [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), _norm(norm, outputs)]
 
-    expansion = 1
 
-    def __init__(self, inputs: int, channels: int, stride: int, norm: Norm):
+class Residual(nn.Module):
+    """A block of convolutions, its body, beside a shortcut."""
+
+    def __init__(self, body: list[nn.Module], inputs: int, outputs: int, stride: int, norm: Norm):
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, channels, 3, stride, 1, bias=False),
-            _norm(norm, channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
-            _norm(norm, channels),
-        )
-        self.shortcut = _shortcut(inputs, channels, stride, norm)
+        self.body = nn.Sequential(*body)
+
+        # A 1x1 convolution resizes the input where the shapes differ.
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_conv(inputs, outputs, 1, stride, norm))
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return the block's output: [batch, channels, height / stride, width / stride]."""
+        """Return the block's output: [batch, outputs, height / stride, width / stride]."""
         return F.relu(self.body(pictures) + self.shortcut(pictures))
 
 
-class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions, beside a shortcut."""
-
-    expansion = 4
-
-    def __init__(self, inputs: int, channels: int, stride: int, norm: Norm):
-        super().__init__()
-        outputs = channels * self.expansion
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, channels, 1, bias=False),
-            _norm(norm, channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, stride, 1, bias=False),
-            _norm(norm, channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, outputs, 1, bias=False),
-            _norm(norm, outputs),
-        )
-        self.shortcut = _shortcut(inputs, outputs, stride, norm)
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Return the block's output: [batch, 4 * channels, height / stride, width / stride]."""
-        return F.relu(self.body(pictures) + self.shortcut(pictures))
+def _basic(inputs: int, outputs: int, stride: int, norm: Norm) -> Residual:
+    """Return a block of two 3x3 convolutions."""
+    body = [*_conv(inputs, outputs, 3, stride, norm), nn.ReLU(), *_conv(outputs, outputs, 3, 1, norm)]
+    return Residual(body, inputs, outputs, stride, norm)
 
 
-def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
-    """Return what is added to a block's output: its input, resized by a 1x1 convolution where the shapes differ."""
-    if stride == 1 and inputs == outputs:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), _norm(norm, outputs))
+def _bottleneck(inputs: int, outputs: int, stride: int, norm: Norm) -> Residual:
+    """Return a block with a 3x3 convolution between two 1x1 convolutions, on a quarter of the channels."""
+    narrow = outputs // 4
+    first = [*_conv(inputs, narrow, 1, 1, norm), nn.ReLU()]
+    middle = [*_conv(narrow, narrow, 3, stride, norm), nn.ReLU()]
+    return Residual([*first, *middle, *_conv(narrow, outputs, 1, 1, norm)], inputs, outputs, stride, norm)
 
 
-def _stages(block: type[BasicBlock | Bottleneck], inputs: int, channels: list[int], counts: list[int], norm: Norm):
-    """Return the residual blocks of all stages, and the channels of the last. Each stage but the first halves the
-    picture.
-    """
+def _stages(
+    block: Callable[..., Residual], inputs: int, channels: list[int], counts: list[int], norm: Norm
+) -> list[nn.Module]:
+    """Return the blocks of all stages. Each stage but the first halves the picture."""
     blocks: list[nn.Module] = []
-    for stage, (width, count) in enumerate(zip(channels, counts, strict=True)):
+    for stage, (outputs, count) in enumerate(zip(channels, counts, strict=True)):
         for index in range(count):
             # Only the first block of a stage has a stride.
-            stride = 2 if index == 0 and stage > 0 else 1
-            blocks.append(block(inputs, width, stride, norm))
-            inputs = width * block.expansion
+            blocks.append(block(inputs, outputs, 2 if index == 0 and stage > 0 else 1, norm))
+            inputs = outputs
 
-    return blocks, inputs
+    return blocks
 
 
 def resnet_tiny(classes: int = 8, *, norm: Norm = "batch") -> nn.Sequential:
     """Return a residual network of 0.18 million parameters for 32x32 pictures."""
-    blocks, outputs = _stages(BasicBlock, 16, [16, 32, 64], [2, 2, 2], norm)
-    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), _norm(norm, 16), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(outputs, classes))
-
-
-def _resnet(block: type[BasicBlock | Bottleneck], counts: list[int], classes: int, norm: Norm) -> nn.Sequential:
-    """Return a network for pictures of 224x224: the stem reduces them to 56x56."""
-    blocks, outputs = _stages(block, 64, [64, 128, 256, 512], counts, norm)
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), _norm(norm, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(outputs, classes))
-
-
-def resnet18(classes: int = 1000, *, norm: Norm = "batch") -> nn.Sequential:
-    """Return ResNet-18: 11.7 million parameters for 1,000 classes."""
-    return _resnet(BasicBlock, [2, 2, 2, 2], classes, norm)
+    blocks = _stages(_basic, 16, [16, 32, 64], [2, 2, 2], norm)
+    stem = [*_conv(3, 16, 3, 1, norm), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
 
 
 def resnet50(classes: int = 1000, *, norm: Norm = "batch") -> nn.Sequential:
-    """Return ResNet-50: 25.6 million parameters for 1,000 classes."""
-    return _resnet(Bottleneck, [3, 4, 6, 3], classes, norm)
+    """Return ResNet-50: 25.6 million parameters for 1,000 classes. Its stem reduces 224x224 to 56x56."""
+    blocks = _stages(_bottleneck, 64, [256, 512, 1024, 2048], [3, 4, 6, 3], norm)
+    stem = [*_conv(3, 64, 7, 2, norm), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, classes))
 
 
 class Block(nn.Module):
@@ -152,11 +124,6 @@ class GPT(nn.Module):
             tokens = block(tokens)
 
         return self.head(self.norm(tokens))
-
-
-def gpt_tiny() -> GPT:
-    """Return a GPT of 4 layers and width 128: 0.8 million parameters."""
-    return GPT(layers=4, width=128, heads=4)
 
 
 def gpt(layers: int, *, width: int, symbols: int = 64, length: int = 64) -> GPT:
