@@ -163,19 +163,10 @@ def write(result: Result, folder: Path) -> None:
 
     # Replaced at once: an interrupted write must not destroy the earlier measurements.
     with replacing(folder / FILE) as draft:
-        draft.write_text(json.dumps(_finite(asdict(result)), indent=1) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(finite(asdict(result)), indent=1) + "\n", encoding="utf-8")
 
     for section in result.sections:
         (folder / f"{section.name}.csv").write_text(csv_of(section), encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return finite(value)
 
 
 def read(path: Path) -> Result:

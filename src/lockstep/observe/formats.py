@@ -154,6 +154,8 @@ def finite(value: Any) -> Any:
     """Return a copy with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
 
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
