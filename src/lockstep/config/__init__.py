@@ -18,7 +18,16 @@ load          files, command line, Python objects -> layers
 from __future__ import annotations
 
 from lockstep.config.load import from_object, read_file, read_layers
-from lockstep.config.resolve import Layer, Resolved, check, extend, resolve, resolve_for, strongest_value
+from lockstep.config.resolve import (
+    ONLY_TRAINING,
+    Layer,
+    Resolved,
+    check,
+    extend,
+    resolve,
+    resolve_for,
+    strongest_value,
+)
 from lockstep.config.schema import KEYS, RunConfig
 from lockstep.config.sections import (
     ClipConfig,
@@ -35,6 +44,7 @@ from lockstep.config.yaml_dialect import to_yaml
 
 __all__ = [
     "KEYS",
+    "ONLY_TRAINING",
     "ClipConfig",
     "DDPConfig",
     "DataConfig",

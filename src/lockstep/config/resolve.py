@@ -22,6 +22,23 @@ from lockstep.errors import ConfigError, UserError, likeness, nearest_name
 
 Layer = tuple[str, Mapping[str, Any]]  # (where the values come from, nested and/or dotted values)
 
+# Settings of a run that takes steps and does nothing else, for commands that measure or compare them.
+ONLY_TRAINING: dict[str, Any] = {
+    "resume": "never",
+    "log.progress": "off",
+    "evaluate.every": None,
+    "evaluate.epochs": None,
+    "evaluate.minutes": None,
+    "evaluate.at_end": False,
+    "checkpoint.best": None,
+    "checkpoint.final": "last",
+    "checkpoint.every": None,
+    "checkpoint.minutes": None,
+    "checkpoint.at_end": False,
+    "stop.patience": None,
+    "stop.max_minutes": None,
+}
+
 
 @dataclass(frozen=True)
 class Resolved:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.config import Layer
+from lockstep.config import ONLY_TRAINING, Layer
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.ranks import rank_record
@@ -35,22 +35,10 @@ AFTER_FAILURE_S = 3.0  # how long the other ranks of a trial may take to notice 
 
 # Settings of a run that ends after a few steps and is only compared.
 SETTINGS = {
-    "resume": "never",
+    **ONLY_TRAINING,
     "compile": False,
     "threads": 1,  # the same additions in the same order, whatever the number of ranks
-    "log.progress": "off",
     "log.samples": False,
-    "evaluate.every": None,
-    "evaluate.epochs": None,
-    "evaluate.minutes": None,
-    "evaluate.at_end": False,
-    "stop.patience": None,
-    "stop.max_minutes": None,
-    "checkpoint.best": None,
-    "checkpoint.final": "last",
-    "checkpoint.every": None,
-    "checkpoint.minutes": None,
-    "checkpoint.at_end": False,
     "nonfinite.policy": "skip",  # a rewind needs checkpoints
     "checks.every": 10**9,
 }

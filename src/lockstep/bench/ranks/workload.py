@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import targets
-from lockstep.config import Resolved, resolve_for
+from lockstep.config import ONLY_TRAINING, Resolved, resolve_for
 from lockstep.task import Loss, Task
 
 MANY = 10**6  # steps: no loop ends by itself
@@ -126,25 +126,6 @@ class MLPTask(GPTTask):
 
 BUILT_IN: dict[str, type[Task]] = {"gpt": GPTTask, "mlp": MLPTask}
 
-# A benchmark trains and does nothing else.
-ONLY_TRAINING = {
-    "steps": MANY,
-    "resume": "never",
-    "log.progress": "off",
-    "evaluate.every": None,
-    "evaluate.epochs": None,
-    "evaluate.minutes": None,
-    "evaluate.at_end": False,
-    "checkpoint.best": None,
-    "checkpoint.final": "last",
-    "checkpoint.every": None,
-    "checkpoint.minutes": None,
-    "checkpoint.at_end": False,
-    "stop.patience": None,
-    "stop.max_minutes": None,
-    "goals": [],
-}
-
 
 def load(target: str) -> type[Task]:
     """Return the class of a target of `lockstep bench`."""
@@ -157,7 +138,8 @@ def settings_of(kind: type[Task], layers: Sequence[Any], values: dict[str, Any])
     What was typed is kept if the benchmark has no need for another value.
     """
     # `...` as a value takes a setting out of this layer, so that the layers below decide.
-    last = {key: value for key, value in {**ONLY_TRAINING, **values}.items() if value is not ...}
+    wanted = {**ONLY_TRAINING, "steps": MANY, "goals": [], **values}
+    last = {key: value for key, value in wanted.items() if value is not ...}
 
     # Batches and lengths exclude each other: the benchmark's settings replace the task's.
     for one, other in (("steps", "epochs"), ("global_batch", "local_batch"), ("local_batch", "global_batch")):
