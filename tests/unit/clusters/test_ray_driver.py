@@ -27,12 +27,12 @@ from lockstep.clusters.ray import driver
 from lockstep.clusters.ray.actor import ActorReport, NodeActor, TermWatch
 from lockstep.clusters.ray.cluster import ActorLost, RayNode, RayUnavailable, state_of
 from lockstep.clusters.ray.driver import RayDriver
-from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError, pip_install
 from lockstep.launch import election
 from lockstep.launch.agent import _environment_for
 from lockstep.launch.job import RESUME_COMMAND, Bounds
+from lockstep.launch.terminal import ONE_LOG
 from lockstep.launch.wire.messages import JobEnd
 
 NEED = {"CPU": 2.0}
@@ -173,6 +173,7 @@ class FakeCluster:
         group.released = True
 
     def make_actor(self, group: Group, bundle: int, need, arguments) -> FakeActor:
+        self.arguments = arguments
         self.actors.append(FakeActor(self.all[group.placed[bundle]].host))
         return self.actors[-1]
 
@@ -742,31 +743,35 @@ def test_what_a_node_lacks_is_named_resource_by_resource():
     assert state_of(leaving, need) == "10.0.0.1: being taken away"
 
 
-def test_what_all_nodes_say_is_printed_once(capsys):
-    output = MergedOutput()
-    output.add("a", ["step 1", "lockstep: node 1 joined", "same", "same"], now=0.0)
-    output.add("b", ["lockstep: node 1 joined", "same"], now=1.0)
-    output.add("b", ["the coordinating node is lost", "same", "same"], now=2.0)
-    said = ["step 1", "lockstep: node 1 joined", "same", "same", "the coordinating node is lost", "same"]
-    assert capsys.readouterr().out.splitlines() == said
+def test_the_launchers_share_a_log_which_the_driver_prints(run):
+    def script(cluster, second):
+        if second == 3:
+            cluster.actors[0].lines = ["step 1", "step 1"]
+            cluster.actors[1].lines = ["from another node"]
+        if second == 5:
+            cluster.end(0)
+
+    code, cluster, said = run(script)
+    assert code == 0
+    assert said.splitlines()[:3] == ["step 1", "step 1", "from another node"]
+    _, variables, _, _ = cluster.arguments
+    assert variables[ONE_LOG] == "1"
 
 
-def test_the_driver_goes_on_if_nobody_reads_what_the_job_says(monkeypatch):
+def test_the_driver_goes_on_if_nobody_reads_what_the_job_says(run, monkeypatch):
     """`ray job submit ... | tee log`: when tee died, the driver ended, and killed the job."""
+
+    def script(cluster, second):
+        if second in (3, 4):
+            cluster.actors[0].lines = [f"step {second}"]
+        if second == 5:
+            cluster.end(0)
+
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as broken:
         monkeypatch.setattr("sys.stdout", broken)
-        output = MergedOutput()
-        output.add("a", ["step 1"], now=0.0)
-        output.add("a", ["step 2"], now=1.0)
-
-
-def test_a_node_that_takes_over_says_the_same_again(capsys):
-    output = MergedOutput()
-    output.add("a", ["char_lm  2 ranks"], now=0.0)
-    output.add("b", ["char_lm  2 ranks"], now=10.0)
-    assert capsys.readouterr().out.splitlines() == ["char_lm  2 ranks"] * 2
+        assert run(script)[0] == 0
 
 
 def test_actors_get_variables_of_the_driver_but_no_secret():

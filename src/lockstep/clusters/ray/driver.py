@@ -12,19 +12,19 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from lockstep.clusters.ray.cluster import ActorLost, Need, RayCluster, RayUnavailable
-from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.ray.placement import ActorPlacement, Slot
 from lockstep.clusters.ray.round import FAILURES, Round
 from lockstep.clusters.request import JobRequest
-from lockstep.errors import ExitCode, Preempted, UserError
+from lockstep.errors import ExitCode, Preempted, UserError, printable
 from lockstep.launch.job import RESUME_COMMAND
-from lockstep.launch.terminal import print_line
+from lockstep.launch.terminal import ONE_LOG, print_line, write
 from lockstep.launch.times import JOIN_S, within_last_hour
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 from lockstep.run_folder.names import LAUNCH
@@ -84,7 +84,6 @@ class RayDriver:
         # The outside world.
         self._cluster = cluster
         self._signals = signals
-        self._output = MergedOutput()
 
         # Places for actors, and when rounds began because nodes were lost.
         self._placement = ActorPlacement(cluster, request.nnodes, need)
@@ -138,7 +137,7 @@ class RayDriver:
         # on a shared disk, and has this path everywhere.
         uploaded = self._cluster.uploaded_folder
         folder = None if uploaded else os.getcwd()
-        variables = environment(os.environ, uploaded) | {RESUME_COMMAND: self._resume_command}
+        variables = environment(os.environ, uploaded) | {RESUME_COMMAND: self._resume_command, ONE_LOG: "1"}
         self._arguments = (secrets.token_hex(32), variables, folder, str(marker))
 
     def _gather(self) -> bool:
@@ -290,7 +289,8 @@ class RayDriver:
 
         # Nothing to report is no answer; an empty report is one.
         slot.heard = self._cluster.now()
-        self._output.add(slot, report.lines, self._cluster.now())
+        for line in report.lines:
+            write(f"{printable(line)}\n", sys.stdout)
 
         # A launcher that was killed is lost like its node: another one is started.
         if report.code is not None and report.code < 0:
