@@ -328,7 +328,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str], cores: Cores
         cores_per_rank=options.cores_per_rank,
         cores=cores,
         max_mb=sizes["max_mb"],
-        accumulation=known.parse_accumulation(sizes["accumulation"]),
+        accumulation=known.parse_numbers("--accumulation", sizes["accumulation"]),
         megabytes=sizes["megabytes"],
         steps=sizes["steps"],
         ways=options.way,

@@ -122,19 +122,15 @@ def parse_worlds(text: str | None, cores: int) -> list[int]:
         most = visible_gpus() or cores
         return [world for world in (1, 2, 4, 8) if world <= max(2, most)]
 
-    return sorted(set(_numbers("--worlds", text)))
+    return sorted(set(parse_numbers("--worlds", text)))
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def parse_numbers(option: str, text: str) -> list[int]:
     """Return the numbers of a list with commas. Raises a UserError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{option} {text} is not a list of numbers above 0", "", f"use {option} 1,2,4")
     return [int(word) for word in words]
-
-
-def parse_accumulation(text: str) -> list[int]:
-    return _numbers("--accumulation", text)
 
 
 def parse_backends(text: str | None) -> list[str]:

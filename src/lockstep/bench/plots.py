@@ -71,7 +71,7 @@ def write(result: Result, folder: Path) -> dict[str, Path]:
     return found
 
 
-def _figure(columns: int, width: float = 9.5, height: float = 3.9) -> tuple[Any, list[Any]]:
+def _figure(columns: int, width: float, height: float = 3.9) -> tuple[Any, list[Any]]:
     """Return a figure of this size in inches, and its panels from left to right."""
     from matplotlib.figure import Figure
 

@@ -93,8 +93,8 @@ def render(request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
 
     text = ""
     for host in hosts:
-        command = replace(request, nproc=_nproc_of(host, request)).shell_command("--join", join, program=program)
-        text += f"# on {host.name}:\ncd {folder} && {f'{variables} ' if variables else ''}{command}\n"
+        words = replace(request, nproc=_nproc_of(host, request)).train_command("--join", join, program=program)
+        text += f"# on {host.name}:\ncd {folder} && {f'{variables} ' if variables else ''}{shlex.join(words)}\n"
 
     return {"commands.txt": text}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,3 @@ class JobRequest:
         arguments = ["--", *self.script_arguments] if self.script_arguments else []
         resume = [] if self.resume is None else ["--resume", self.resume]
         return [*words, *options, *resume, *arguments]
-
-    def shell_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> str:
-        """Return `train_command` as one line for a shell, with quotes where they are needed."""
-        return shlex.join(self.train_command(*options, program=program))

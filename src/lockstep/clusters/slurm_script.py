@@ -21,7 +21,7 @@ SETTINGS = "${settings[@]}"
 EXPANDED = {f"run_dir={RUN}": f'run_dir="{RUN}"', JOIN: f'"{JOIN}"', SETTINGS: f'"{SETTINGS}"'}
 
 
-def batch_script(job: SlurmJob, path: Path = Path(NAME)) -> str:
+def batch_script(job: SlurmJob, path: Path) -> str:
     """Return the script; `path` is where it will be."""
     parts = [
         "#!/bin/bash",

@@ -61,9 +61,9 @@ def memory(count: float, gpus: int, strategy: Strategy, kind: str = "mixed") -> 
     )
 
 
-def fewest_gpus(count: float, capacity: float, kind: str = "mixed") -> int:
+def fewest_gpus(count: float, capacity: float) -> int:
     """Return on how many GPUs of `capacity` bytes the fully sharded state of a model fits, without activations."""
-    return math.ceil(memory(count, 1, "fsdp", kind).total / capacity)
+    return math.ceil(memory(count, 1, "fsdp").total / capacity)
 
 
 def cost(gpus: int, hours: float, price: float) -> float:

@@ -7,7 +7,6 @@ takes part twice; how far it differs from itself is the noise of the measurement
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from lockstep.bench.hardware import OtherLoad, disturbance
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions, why_no_step
-from lockstep.bench.pool import Pool, Team
+from lockstep.bench.pool import Pool, Team, cpu_seconds, wall_seconds
 from lockstep.bench.results import Column, Section, Verdict, judged
 from lockstep.errors import plural
 
@@ -104,7 +103,7 @@ def _measure(case: str, team: Team, repeats: int, report: Callable[[str], None])
         report(f"step: {case}: round {number + 1} of {repeats}")
         rounds.append(team.ask())
 
-    busy = others.cores(sum(sum(_cpus(rounds, name)) for name in facts["loops"]))
+    busy = others.cores(sum(sum(cpu_seconds(_of(rounds, name))) for name in facts["loops"]))
 
     shorts: Rounds = []
     for number in range(short_rounds(repeats)):
@@ -116,19 +115,20 @@ def _measure(case: str, team: Team, repeats: int, report: Callable[[str], None])
 
 def _row(name: str, measured: MeasuredCase, block: int) -> dict[str, Any]:
     """Return the times of one loop, and its ratios to the hand-written one."""
-    rounds, shorts = measured.rounds, measured.shorts
+    mine, base = _of(measured.rounds, name), _of(measured.rounds, BASE)
+    shorts, base_shorts = _of(measured.shorts, name), _of(measured.shorts, BASE)
     return {
         "loop": name,
-        "step_us": estimate([1e6 * wall / block for wall in _walls(rounds, name)]),
-        "wall_ratio": ratio(_walls(rounds, name), _walls(rounds, BASE)),
-        "cpu_ratio": ratio(_cpus(rounds, name), _cpus(rounds, BASE)),
-        "short_ratio": ratio(_walls(shorts, name), _walls(shorts, BASE)),
+        "step_us": estimate([1e6 * wall / block for wall in wall_seconds(mine)]),
+        "wall_ratio": ratio(wall_seconds(mine), wall_seconds(base)),
+        "cpu_ratio": ratio(cpu_seconds(mine), cpu_seconds(base)),
+        "short_ratio": ratio(wall_seconds(shorts), wall_seconds(base_shorts)),
     }
 
 
 def _verdict(case: str, measured: MeasuredCase, shared: str) -> Verdict:
     """Return the verdict on `fit`. `shared` names the hardware that the ranks share, if any."""
-    overhead = ratio(_walls(measured.rounds, "fit"), _walls(measured.rounds, BASE))
+    overhead = ratio(wall_seconds(_of(measured.rounds, "fit")), wall_seconds(_of(measured.rounds, BASE)))
     refusal = shared or disturbance(measured.busy)
     return judged(f"{case}: time of fit / by hand <= {OVERHEAD}", overhead, OVERHEAD, False, refusal)
 
@@ -138,11 +138,6 @@ def short_rounds(repeats: int) -> int:
     return max(1, round(repeats / SHORT_SHARE))
 
 
-def _walls(rounds: Rounds, name: str) -> list[float]:
-    """Return the seconds of each round on its slowest rank."""
-    return [max(rank[name]["seconds"] for rank in ranks) for ranks in rounds]
-
-
-def _cpus(rounds: Rounds, name: str) -> list[float]:
-    """Return the CPU seconds of each round, added over ranks."""
-    return [math.fsum(rank[name]["cpu_seconds"] for rank in ranks) for ranks in rounds]
+def _of(rounds: Rounds, name: str) -> list[list[dict[str, float]]]:
+    """Return the figures of one loop, by round and rank."""
+    return [[rank[name] for rank in ranks] for ranks in rounds]

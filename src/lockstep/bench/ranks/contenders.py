@@ -373,7 +373,7 @@ PEERS: dict[str, tuple[str, Callable[[Workload], Iterator[None]]]] = {
 }
 
 
-def contenders(workload: Workload, peers: bool = True) -> dict[str, Callable[[], Iterator[None]]]:
+def contenders(workload: Workload, peers: bool) -> dict[str, Callable[[], Iterator[None]]]:
     """Return functions that make the loops, by name: the hand-written one first, and last once more, for the noise."""
     found: dict[str, Callable[[], Iterator[None]]] = {
         "by hand": lambda: by_hand(workload),

@@ -193,7 +193,6 @@ class Speedup:
 
     gpus: int
     efficiency: float
-    measured: bool = False
 
     @property
     def actual(self) -> float:
@@ -209,11 +208,6 @@ def estimate_training_speedup(num_gpus: int = -1) -> Speedup:
         raise UserError(f"num_gpus={num_gpus} is not a number of GPUs", "", "use -1 for all GPUs here, or 1 or more")
 
     return Speedup(num_gpus, 1 - LOST_PER_DOUBLING * math.log2(num_gpus))
-
-
-def measured_speedup(num_gpus: int, rates: Mapping[int, float]) -> Speedup:
-    """Return the speed-up from rates (work per second) that were measured on one GPU and on `num_gpus`."""
-    return Speedup(num_gpus, rates[num_gpus] / (num_gpus * rates[1]), measured=True)
 
 
 def price_per_hour(name: str) -> float | None:
@@ -242,7 +236,11 @@ def speedup_table(hours: float | None, price: float | None, rates: Mapping[int, 
     for gpus in sorted({*SIZES, *rates}):
         # A measured speed-up needs the rate of one GPU to compare with.
         measured = gpus in rates and 1 in rates
-        speedup = measured_speedup(gpus, rates) if measured else estimate_training_speedup(gpus)
+        if measured:
+            speedup = Speedup(gpus, rates[gpus] / (gpus * rates[1]))
+        else:
+            speedup = estimate_training_speedup(gpus)
+
         line = f"{gpus:4}  {speedup.actual:7.1f}x  {speedup.efficiency:10.0%}"
 
         if hours is not None:

@@ -72,8 +72,8 @@ class RayDriver:
         request: JobRequest,
         need: Need,
         signals: list[str],
-        wait: float | None = None,
-        resume_command: str = "",
+        wait: float | None,
+        resume_command: str,
     ):
         # What was asked for.
         self._request = request

@@ -304,10 +304,9 @@ def _load_full(module: ModuleType, path: Path, whole: dict[str, Tensor]) -> floa
     return _off(_whole(model), whole)
 
 
-def _stepped(module: ModuleType, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _stepped(module: ModuleType) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the learner's model after one step, so that the optimizer has a state."""
-    options = {} if mesh is None else {"mesh": mesh}
-    model, optimizer = module.build(_model(), lr=1e-3, **options)
+    model, optimizer = module.build(_model(), lr=1e-3)
     language_loss(model, _text(0)).backward()
     optimizer.step()
     return model, optimizer

@@ -161,10 +161,10 @@ def _overflowed(module: Any, value: float, layers: tuple[int, ...]) -> dict[str,
     }
 
 
-def _setup(momentum: float = 0.0) -> tuple[nn.Linear, torch.optim.SGD, Tensor]:
+def _setup() -> tuple[nn.Linear, torch.optim.SGD, Tensor]:
     model = nn.Linear(4, 4, bias=False)
     nn.init.constant_(model.weight, 0.25)
-    return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum), torch.full((2, 4), 0.5)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0), torch.full((2, 4), 0.5)
 
 
 def _two_ranks(module: Any) -> tuple[list[bool], bool]:

@@ -55,8 +55,8 @@ def source_files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def library_text(max_bytes: int, root: Path | None = None) -> str:
-    root = root or Path(sysconfig.get_path("stdlib"))
+def library_text(max_bytes: int) -> str:
+    root = Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     room = max_bytes
 
