@@ -314,7 +314,7 @@ class Team:
 
 
 def _pipe(path: Path) -> BinaryIO:
-    """Open a pipe with a name; who comes first makes it."""
+    """Open a pipe with a name, which is made if it is not there."""
     if not path.exists():
         os.mkfifo(path, 0o600)
 

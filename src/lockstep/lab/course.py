@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,18 +55,13 @@ def number_of(text: str) -> str:
 
 
 def questions_of(number: str) -> Sequence[Question]:
-    """Return `QUESTIONS` of the exercise's script, which is imported for it."""
+    """Return `QUESTIONS` of the exercise's script."""
     path = Path(GRADERS[number].script)
     if not path.is_file():
         raise UserError(f"there is no file {path} here", "", "type the command in the folder that contains lab/")
 
-    # A script is no module of a package, so it is imported by its path.
-    spec = importlib.util.spec_from_file_location(f"lab_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.QUESTIONS
+    # A script is no module of a package, so it is run by its path, up to its `main`.
+    return runpy.run_path(str(path))["QUESTIONS"]
 
 
 def passed() -> set[str]:

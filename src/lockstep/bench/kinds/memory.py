@@ -1,6 +1,6 @@
 """Memory of a rank by category, number of ranks and accumulation, and whether it grows over many steps.
 
-What a rank holds is counted from live tensors, not from a formula: a copy that nobody intended is seen. The leak check
+What a rank holds is counted from live tensors, not from a formula: an unintended copy is seen. The leak check
 trains for hundreds of steps and looks at what grows after the first quarter of them.
 """
 

@@ -1,6 +1,6 @@
 """Recovery: a rank of a run is killed again and again. How long until that is noticed, and until training goes on?
 
-The run is `lockstep train` with its launcher, as everybody starts it. What is timed are its own records: the event of
+The run is `lockstep train` with its launcher, as users start it. What is timed are its own records: the event of
 the failure, and the first line of metrics after it.
 """
 

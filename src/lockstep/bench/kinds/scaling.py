@@ -295,7 +295,7 @@ def scaling_results(
     with Pool(options.cores_per_rank, options.cores) as pool:
         section = run(mode, pool, options, lambda _: None)
 
-    # Whoever uses the numbers must see whether they mean anything here.
+    # A caller must see whether the numbers mean anything on this machine.
     refusal = section.extra["refusal"]
     fairness = {"fair_test": not refusal, "unfair_because": refusal}
     return {row["world"]: _medians(row) | fairness for row in section.rows}

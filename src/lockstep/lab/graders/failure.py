@@ -1,7 +1,7 @@
 """Grades lab 7: the learner's answers against the planted faults, in a run that happens now.
 
 The learner reads screens of failures and names rank, cause and line of each. The faults depend on a seed, so answers
-cannot be copied from somebody else.
+cannot be copied from another learner.
 """
 
 from __future__ import annotations
