@@ -84,7 +84,7 @@ ROWS = (
     Row("tests", TESTS, 190, 290),
     public("fp8", "fp8", 90, 140),
     public("models", "models", 300, 360, case_s=75),
-    public("ragged", "ragged --only ragged", 100, 150),
+    public("ragged", "ragged", 100, 150),
     bench("muon", MUON, 50, 90, tiny="--repeats 1 --block 1 --cores-per-rank 1"),
     Row(
         "gpt2-speed", "{python} benchmarks/gpt2_speed.py --turns 4", 90, 130, tiny="--tiny --turns 1 --attention torch"

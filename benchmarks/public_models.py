@@ -9,7 +9,7 @@
     python benchmarks/public_models.py models --tiny --only bert --turns 2    # on a CPU: does it run
 
 ragged   The total time of 60 steps, as measured, and of 2,000, extrapolated from up to 300 and from turns in which
-         Lockstep and an eager loop by hand alternate; then where the time of a step goes.
+         Lockstep and an eager loop by hand alternate.
 models   The total time of 20, 200 and 2,000 steps, from an empty compile cache, with building the model and compiling.
          The loop by hand compiles the model, uses bf16 autocast, fused AdamW and pinned batches. 20 and 200 steps are
          run. 2,000 are extrapolated: the first 200 (by hand) or 160 (Lockstep, with steps=2000) as measured, and for
@@ -55,11 +55,6 @@ class Part:
     together: bool = False  # nothing is timed, and the GPU is used by other processes: cases may run side by side
 
 
-def untimed(measure: Callable[..., None]) -> Callable[..., None]:
-    """Drop the number of turns, for a case that takes none."""
-    return lambda rows, turns, tiny: measure(rows, tiny)
-
-
 def verifying(name: str) -> Callable[..., None]:
     # On a CPU compiling would only test the C++ compiler.
     return lambda rows, turns, tiny: verified.measure(name, rows, limit_s=100, compiled=not tiny)
@@ -77,17 +72,7 @@ ALL = (
 )
 
 PARTS = {
-    "ragged": Part(
-        {
-            "ragged": ragged_llama.totals,
-            "ragged-why": untimed(ragged_llama.why),
-            "ragged-blocks": untimed(ragged_llama.blocks),
-        },
-        ragged_llama.lines,
-        limit_s=130,
-        seconds=260,
-        modules=LLAMA,
-    ),
+    "ragged": Part({"ragged": ragged_llama.totals}, ragged_llama.lines, limit_s=130, seconds=130, modules=LLAMA),
     "models": Part(
         {name: partial(totals.measure, name) for name in CASES}, totals.lines, limit_s=75, seconds=330, modules=ALL
     ),

@@ -1,8 +1,6 @@
 """A small Llama on padded batches of every length: the time of 60 and of 2,000 steps, eager by hand and by Lockstep.
 
-The last step of an epoch is short. `totals` measures, and disturbs nothing. `why` looks into the run while it decides
-what to compile: what was compiled again and how often, and where a step spends its time. `blocks` does the same for a
-loop by hand whose blocks are compiled with dynamic sizes: what torch by itself can gain.
+The last step of an epoch is short.
 """
 
 from __future__ import annotations
@@ -15,15 +13,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
-from torch.profiler import ProfilerActivity
 
 from lockstep.bench.intervals import estimate, ratio
 from lockstep.bench.results import figure, table_lines
 from lockstep.hf import CausalLM
-from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.compiled.compiler import compiler_of
-from lockstep.runtime.attention import without_cudnn
 from lockstep.runtime.context import Runtime
 from public.bounded import Rows
 from public.llama import Ragged, short_texts
@@ -59,9 +52,10 @@ def padded_batches(task: CausalLM, ragged: Ragged) -> Batches:
             yield [task.collate([data[int(n)] for n in micro]) for micro in step.split(ragged.micro_batch)]
 
 
-def hand_loop(ragged: Ragged, device: torch.device, block: int = BLOCK, compile_model: Any = None) -> Iterator[None]:
+def eager_loop(ragged: Ragged, device: torch.device) -> Iterator[None]:
+    """Train by hand, and stop after every step."""
     task = CausalLM(ragged.config, ragged.rows)
-    return by_hand(task, padded_batches(task, ragged), device, compile_model, block)
+    return by_hand(task, padded_batches(task, ragged), device, block=1)
 
 
 def step_seconds(loop: Iterator[Any], steps: int) -> Iterator[float]:
@@ -82,9 +76,6 @@ def wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
-# ---- totals ----
-
-
 def totals(rows: Rows, turns: int, tiny: bool) -> None:
     """Write the rows of 60 and of 2,000 steps."""
     short = BLOCK if tiny else SHORT
@@ -93,9 +84,9 @@ def totals(rows: Rows, turns: int, tiny: bool) -> None:
         device = runtime.device
         load_compiler(device)
         ragged = short_texts(TEXTS, tiny)
-        list(step_seconds(hand_loop(ragged, device, block=1), WARM_UP))
+        list(step_seconds(eager_loop(ragged, device), WARM_UP))
 
-        eager = hand_loop(ragged, device, block=1)
+        eager = eager_loop(ragged, device)
         eager_s = list(step_seconds(eager, short))
         add(rows, "eager by hand", short, sum(eager_s), 0)
 
@@ -160,108 +151,3 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
         ratio_text = f"{ours / eager:.3f}" if eager and ours else "-"
         body.append([f"{steps:,}", *(figure(s) if s else "-" for s in (eager, ours)), ratio_text])
     return table_lines(("steps", "eager by hand s", "lockstep s", "ratio"), body) if body else []
-
-
-# ---- why ----
-
-
-def why(rows: Rows, tiny: bool) -> None:
-    """Follow a run of 2,000 steps through its decision, and profile steps with what it has decided."""
-    with started() as (runtime, folder), empty_cache(folder):
-        loop = ours(short_texts(TEXTS, tiny), runtime, folder, LONG)
-        profiled: set[str] = set()
-        in_stage = 0
-        stage = ""
-        for number in range(1, 2 + (8 if tiny else 160)):
-            graphs_before, began = compiled_graphs(), time.perf_counter()
-            run = next(loop)
-            wait_for_gpu()
-            seconds = time.perf_counter() - began
-            compiler = compiler_of(run.driver)
-            now = compiler.state if compiler else "off"
-            in_stage = in_stage + 1 if now == stage else 0
-            stage = now
-
-            graphs = compiled_graphs()
-            if graphs != graphs_before or in_stage == 0 or seconds > 0.5:
-                print(f"  step {number}, {stage}: {1e3 * seconds:.0f} ms, {graphs} graphs compiled", flush=True)
-
-            # Not while eager steps are timed. A run that is slower when compiled goes back to eager after 24 steps.
-            if stage in ("compiled", "eager") and in_stage == 14 and stage not in profiled:
-                profiled.add(stage)
-                rows.add(case="ragged-why", stage=stage, graphs=graphs, **profile(loop))
-            if stage in profiled and in_stage > 60:
-                break
-        print_decisions(folder, most=40)
-
-
-def blocks(rows: Rows, tiny: bool) -> None:
-    """Profile a loop by hand, eager, and with compiled blocks, with and without cuDNN's attention."""
-    with started() as (runtime, folder), empty_cache(folder):
-        load_compiler(runtime.device)
-        ragged = short_texts(TEXTS, tiny)
-        eager = hand_loop(ragged, runtime.device, block=1)
-        list(step_seconds(eager, 8))
-        with without_cudnn():
-            rows.add(case="ragged-blocks", loop="eager, no cuDNN", **profile(eager))
-        if tiny:
-            return
-
-        compiled = hand_loop(ragged, runtime.device, block=1, compile_model=compile_blocks)
-        with without_cudnn():
-            began = time.perf_counter()
-            each = list(step_seconds(compiled, 60))
-            rows.add(
-                case="ragged-blocks",
-                loop="compiled blocks, no cuDNN",
-                first_60_s=time.perf_counter() - began,
-                graphs=compiled_graphs(),
-                median_ms=[1e3 * median(each[n : n + 10]) for n in range(0, 60, 10)],
-            )
-            rows.add(case="ragged-blocks", loop="compiled blocks, no cuDNN", **profile(compiled))
-
-        each = list(step_seconds(compiled, 40))
-        row = {"loop": "compiled blocks, cuDNN allowed", "graphs": compiled_graphs()}
-        rows.add(case="ragged-blocks", median_ms=[1e3 * median(each[n : n + 10]) for n in range(0, 40, 10)], **row)
-
-
-def compile_blocks(model: nn.Module) -> None:
-    for block in find_blocks(model):
-        block.compile(dynamic=True)
-
-
-def compiled_graphs() -> int:
-    """Return how many times torch has compiled a function in this process."""
-    from torch._dynamo.utils import compilation_time_metrics
-
-    return len(compilation_time_metrics.get("_compile.compile_inner", []))
-
-
-def profile(loop: Iterator[Any], steps: int = 3) -> dict[str, Any]:
-    """Return where the time of a few steps goes: kernels, and the calls that take most time on the host."""
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-
-    wait_for_gpu()
-    began = time.perf_counter()
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(steps):
-            next(loop)
-        wait_for_gpu()
-        wall_s = time.perf_counter() - began
-
-    totals = profiler.key_averages()
-    on_gpu = [one for one in totals if one.device_type != torch.autograd.DeviceType.CPU]
-    on_host = sorted((one for one in totals if one not in on_gpu), key=lambda one: -one.self_cpu_time_total)
-    slow = sorted(on_gpu, key=lambda one: -one.self_device_time_total)[:4]
-    # A look-up without a compiled region after it has run eagerly: no version of the code fitted.
-    regions = Counter({one.key: one.count for one in totals if one.key.startswith(("TorchDynamo", "Torch-Compiled"))})
-    return {
-        "profiled_ms": 1e3 * wall_s / steps,
-        "kernel_ms": sum(one.self_device_time_total for one in on_gpu) / 1e3 / steps,
-        "kernels": sum(one.count for one in on_gpu) // steps,
-        "host_ms": {one.key[:60]: round(one.self_cpu_time_total / 1e3 / steps, 2) for one in on_host[:10]},
-        "gpu_ms": {one.key[:60]: round(one.self_device_time_total / 1e3 / steps, 2) for one in slow},
-        "regions": {key[:60]: number // steps for key, number in regions.items()},
-    }
