@@ -26,7 +26,7 @@ from lockstep.launch.job import PRELOAD
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.sockets import wait_readable
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
+from lockstep.runtime.environments.launcher import variables_of_rank, without_job
 from lockstep.runtime.host.resources import visible_gpus
 from lockstep.runtime.host.threads import wait_asleep
 
@@ -55,8 +55,7 @@ class Pool:
         self.codes: dict[int, int] = {}  # exit codes, by the rank's number in the zygote
 
         # The ranks must not inherit that this process is a rank itself.
-        env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB}
-        env["OMP_NUM_THREADS"] = str(cores_per_rank)
+        env = without_job() | {"OMP_NUM_THREADS": str(cores_per_rank)}
         wait_asleep(env)
 
         # It imports torch once. A rank is a fork of it, and starts in milliseconds.
@@ -99,9 +98,10 @@ class Pool:
             own_folder.mkdir(exist_ok=True)
 
             # Without a launcher, this process tells the ranks who they are.
-            env = self.zygote.env | self._environment(rank, world, folder)
             if alone:
-                env |= self._as_one(rank, str(own_folder / "store"))
+                own = variables_of_rank(0, 1, own_folder / "store", folder / "attempt") | self._own_gpu(rank)
+            else:
+                own = variables_of_rank(rank, world, folder / "store", folder / "attempt")
 
             spec = {
                 "measure": measure,
@@ -114,7 +114,8 @@ class Pool:
             }
 
             # Through JSON and back, to find here values that the zygote cannot send.
-            self.zygote.fork(number, env, json.loads(json.dumps(spec)), folder / f"rank-{rank}.log", reading)
+            plain = json.loads(json.dumps(spec))
+            self.zygote.fork(number, self.zygote.env | own, plain, folder / f"rank-{rank}.log", reading)
 
         # Each rank has a copy of its own.
         os.close(reading)
@@ -132,33 +133,14 @@ class Pool:
         # The zygote itself is no part of the children here: it is alive.
         return ranks + forks.user + forks.system + sum(os.times()[:4])
 
-    def _environment(self, rank: int, world: int, folder: Path) -> dict[str, str]:
-        """Return the environment that a launcher would give this rank of a team with files in `folder`."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            STORE_FILE: str(folder / "store"),
-            ATTEMPT_FOLDER: str(folder / "attempt"),
-        }
+    def _own_gpu(self, rank: int) -> dict[str, str]:
+        """Return the variable that shows a rank only the GPU of its rank. More ranks than GPUs share them in turn."""
+        gpus = visible_gpus()
+        if not gpus:
+            return {}
 
-    def _as_one(self, rank: int, store: str) -> dict[str, str]:
-        """Return the environment of a rank that is a world of one. It sees only the GPU of its rank."""
-        own = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            STORE_FILE: store,
-        }
-
-        # More ranks than GPUs share them in turn.
-        if gpus := visible_gpus():
-            named = self.zygote.env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            own["CUDA_VISIBLE_DEVICES"] = named.split(",")[rank % gpus]
-
-        return own
+        named = self.zygote.env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        return {"CUDA_VISIBLE_DEVICES": named.split(",")[rank % gpus]}
 
     def poll(self, seconds: float, *files: BinaryIO) -> None:
         """Wait for an answer or for the end of a rank, and note which ranks have ended."""

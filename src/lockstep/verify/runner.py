@@ -24,7 +24,7 @@ from lockstep.launch.job import PRELOAD
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.sockets import wait_readable
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
+from lockstep.runtime.environments.launcher import variables_of_rank, without_job
 from lockstep.runtime.host.resources import available_cores, visible_gpus
 from lockstep.verify.record import TrialRecord, read_record
 from lockstep.verify.trials import Trial
@@ -81,7 +81,7 @@ class Runner:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
 
         # Under torchrun or our own launcher this process is a rank itself, which the ranks it forks must not inherit.
-        env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB} | {"OMP_NUM_THREADS": "1"}
+        env = without_job() | {"OMP_NUM_THREADS": "1"}
 
         module = "lockstep.verify.recorded_run"
         self._zygote = ZygoteClient(f"{module}:work", [*PRELOAD, module, *preload], env)
@@ -160,15 +160,9 @@ class Runner:
         ranks = range(self._ranks, self._ranks + trial.world)
         self._ranks += trial.world
 
-        shared = self._zygote.env | {
-            "WORLD_SIZE": str(trial.world),
-            "LOCAL_WORLD_SIZE": str(trial.world),
-            STORE_FILE: str(folder / "store"),
-            ATTEMPT_FOLDER: str(folder / "attempt"),
-        }
         for rank, number in enumerate(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._zygote.fork(number, shared | own, spec, folder / f"rank-{rank}.log", reading)
+            env = self._zygote.env | variables_of_rank(rank, trial.world, folder / "store", folder / "attempt")
+            self._zygote.fork(number, env, spec, folder / f"rank-{rank}.log", reading)
 
         os.close(reading)
         return RunningTrial(trial, folder, os.fdopen(writing, "wb"), ranks)

@@ -27,7 +27,7 @@ from lockstep.bench.results import Column, Section
 from lockstep.errors import plural
 from lockstep.files.jsonl import read_jsonl
 from lockstep.run_folder.names import EVENTS, METRICS
-from lockstep.runtime.environments.launcher import OF_ONE_JOB
+from lockstep.runtime.environments.launcher import without_job
 
 LIMIT_S = 60.0  # the limit of one record: longer is a hang
 EVERY = 5  # steps between two checkpoints
@@ -98,11 +98,10 @@ class TrainProcess:
         self.run_dir = run_dir
         self.began = time.time()
         words = [f"{key}={value}" for key, value in SETTINGS.items()]
-        env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB}
 
         self._launcher = subprocess.Popen(
             [sys.executable, "-m", "lockstep", "train", "char_lm", "--nproc", str(world), *words, f"run_dir={run_dir}"],
-            env=env | {"OMP_NUM_THREADS": str(threads)},
+            env=without_job() | {"OMP_NUM_THREADS": str(threads)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

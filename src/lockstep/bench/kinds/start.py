@@ -6,7 +6,6 @@ the caches of the system, which one round fills before the others are timed.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded
 from lockstep.bench.results import Column, Section
 from lockstep.errors import plural
-from lockstep.runtime.environments.launcher import OF_ONE_JOB
+from lockstep.runtime.environments.launcher import without_job
 
 SCRIPT = Path(ranks.__file__).with_name("first_step.py")
 BASE, OURS = "torchrun", "lockstep train"
@@ -77,8 +76,7 @@ def first_step(way: str, world: int, folder: Path, threads: int) -> tuple[float,
     stamp.unlink(missing_ok=True)
 
     # A command is a new job, also if this process belongs to one.
-    env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB}
-    env |= {"BENCH_WAY": way, "BENCH_STAMP": str(stamp), "OMP_NUM_THREADS": str(threads)}
+    env = without_job() | {"BENCH_WAY": way, "BENCH_STAMP": str(stamp), "OMP_NUM_THREADS": str(threads)}
     began = time.time()
     try:
         done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 # The folder that a rank shares with its launcher, and what is in it: `runtime/attempt_folder.py`.
 ATTEMPT_FOLDER = "LOCKSTEP_ATTEMPT_FOLDER"
@@ -32,6 +33,23 @@ OF_ONE_JOB = (
     *(TORCHRUN_ID, TORCHRUN_RESTARTS, "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
     "TORCHELASTIC_ERROR_FILE",
 )
+
+
+def without_job(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that a new job may inherit, also if this process is a rank of one."""
+    return {name: value for name, value in env.items() if name not in OF_ONE_JOB}
+
+
+def variables_of_rank(rank: int, world: int, store: Path, attempt_folder: Path) -> dict[str, str]:
+    """Return the variables of a rank on this machine, for ranks that are started without our launcher."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        STORE_FILE: str(store),
+        ATTEMPT_FOLDER: str(attempt_folder),
+    }
 
 
 def from_launcher(name: str, env: Mapping[str, str] = os.environ) -> str | None:
