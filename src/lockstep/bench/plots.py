@@ -155,9 +155,13 @@ def scaling(section: Section) -> Any:
 
     _draw_efficiency(efficiency, section, worlds)
 
-    # One bar for each number of ranks, from a traced block.
-    _stacked(parts, [str(world) for world in worlds], [row["breakdown_ms"] for row in rows])
-    parts.set(title="Where a step goes (traced)", xlabel="ranks")
+    # One bar for each number of ranks, from a traced block. A kind of time that never reaches half a per cent is not
+    # worth a colour; the others have the same one in every figure.
+    breakdowns = [row["breakdown_ms"] for row in rows]
+    used = [kind for kind in KINDS if any(each.get(kind, 0.0) > 0.005 * sum(each.values()) for each in breakdowns)]
+    heights = {kind: [each.get(kind, 0.0) for each in breakdowns] for kind in used}
+    _stacked(parts, [str(world) for world in worlds], heights, [COLOURS[KINDS.index(kind)] for kind in used])
+    parts.set(title="Where a step goes (traced)", xlabel="ranks", ylabel="ms per step")
     figure.suptitle(section.title, fontsize=11)
     return figure
 
@@ -200,19 +204,13 @@ def _plain_log_labels(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _stacked(axes: Any, labels: Sequence[str], breakdowns: Sequence[dict[str, float]]) -> None:
-    """Draw a bar for each breakdown, in milliseconds. Kinds that take no time are left out."""
+def _stacked(axes: Any, labels: Sequence[str], parts: dict[str, list[float]], colours: Sequence[str]) -> None:
+    """Draw a bar for each label, with the parts on top of each other."""
     bottom = [0.0] * len(labels)
-
-    # A kind of time that never reaches half a per cent is not worth a colour.
-    used = [kind for kind in KINDS if any(each.get(kind, 0.0) > 0.005 * sum(each.values()) for each in breakdowns)]
-    for kind in used:
-        heights = [each.get(kind, 0.0) for each in breakdowns]
-        colour = COLOURS[KINDS.index(kind) % len(COLOURS)]
-        axes.bar(labels, heights, bottom=bottom, label=kind, color=colour, width=0.6)
+    for (name, heights), colour in zip(parts.items(), colours, strict=False):
+        axes.bar(labels, heights, bottom=bottom, label=name, color=colour, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
 
-    axes.set_ylabel("ms per step")
     axes.grid(axis="x", visible=False)
 
     # In the order of the bars, from top to bottom.
@@ -384,26 +382,18 @@ def memory(section: Section) -> Any:
     rows = section.rows
     labels = [f"{row['world']} x {row['accumulation']}" for row in rows]
 
-    # The categories are stacked.
-    bottom = [0.0] * len(labels)
-    for index, name in enumerate(("parameters", "gradients", "optimizer", "activations")):
-        heights = _column(rows, f"{name}_mb")
-        held.bar(labels, heights, bottom=bottom, label=name, color=COLOURS[index], width=0.6)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-
+    categories = ("parameters", "gradients", "optimizer", "activations")
+    _stacked(held, labels, {name: _column(rows, f"{name}_mb") for name in categories}, COLOURS)
     held.set(title="Memory by category", ylabel="memory of the fullest rank (MB)")
-    held.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     # Gradients are exchanged once in a step, so a micro-batch costs less if there are more of them.
-    medians, spread = _errors(_column(rows, "ms_per_micro_batch"))
-    time.bar(labels, medians, yerr=spread, color=COLOURS[0], width=0.6, ecolor="#333333")
+    _grouped(time, labels, {"": _column(rows, "ms_per_micro_batch")})
     time.set(title="Cost of accumulation", ylabel="time per micro-batch (ms)")
 
     # A single bar would fill the whole panel.
     for axes in (held, time):
         axes.set_xlabel("ranks x micro-batches per step")
         axes.set_xlim(-0.8, max(2.0, len(labels)) - 0.2)
-        axes.grid(axis="x", visible=False)
 
     figure.suptitle(section.title, fontsize=11)
     return figure
@@ -499,18 +489,15 @@ def start(section: Section) -> Any:
 
 def recovery(section: Section) -> Any:
     """Draw how long training stands still after a kill, beside how long the first start took."""
-    figure, (axes,) = _figure(1, width=7, height=2.4)
+    figure, (axes,) = _figure(1, width=7, height=3.4)
 
     # There is one row: all kills of all rounds.
     row = section.rows[0]
     bars = {"first start": "start_s", "next step after a kill": "again_s", "kill noticed": "noticed_s"}
-    medians, spread = _errors([row[key] for key in bars.values()])
-
-    axes.barh(list(bars), medians, xerr=spread, color=COLOURS[0], ecolor="#333333", height=0.6)
-    axes.bar_label(axes.containers[-1], [f"{value:.2f} s" for value in medians], padding=8)
-    axes.set(title=section.title, xlabel="seconds", xlim=(0, 1.15 * max(medians)))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    _grouped(axes, list(bars), {"": [row[key] for key in bars.values()]})
+    axes.bar_label(axes.containers[-1], fmt="%.2f s", padding=8)
+    axes.margins(y=0.15)  # room for the numbers
+    axes.set(title=section.title, ylabel="seconds")
     return figure
 
 
