@@ -37,10 +37,16 @@ class JobRequest:
 
     def rank_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> list[str]:
         """Return the words of the command that trains as one rank, for a platform that starts the ranks itself."""
-        words = [*program, "train", self.target, *self.overrides, f"run_dir={self.run_dir}"]
-        for path in self.config_files:
-            words += ["--config", path]
-
-        arguments = ["--", *self.script_arguments] if self.script_arguments else []
         resume = [] if self.resume is None else ["--resume", self.resume]
-        return [*words, *options, *resume, *arguments]
+        return [*program, "train", *self.target_words, *options, *resume, *self.last_words]
+
+    @property
+    def target_words(self) -> list[str]:
+        """The target with its settings, and the files of settings."""
+        files = [word for path in self.config_files for word in ("--config", path)]
+        return [self.target, *self.overrides, f"run_dir={self.run_dir}", *files]
+
+    @property
+    def last_words(self) -> list[str]:
+        """The arguments of a script, which end a command."""
+        return ["--", *self.script_arguments] if self.script_arguments else []

@@ -7,7 +7,7 @@ the output of the job, so they begin with `MARK`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from lockstep.files import typed_json
 
@@ -125,8 +125,8 @@ class Ended:
 
 Answer = HostFacts | Listening | Tried | HostProblem | Ended
 
-_REQUESTS = {kind.__name__: kind for kind in (Look, Listen, TryOut, StartTraining, PassSignal, Beat)}
-_ANSWERS = {kind.__name__: kind for kind in (HostFacts, Listening, Tried, HostProblem, Ended)}
+_REQUESTS = {kind.__name__: kind for kind in get_args(Request)}
+_ANSWERS = {kind.__name__: kind for kind in get_args(Answer)}
 
 
 def encode(message: Request | Answer) -> str:

@@ -64,11 +64,8 @@ def needed(request: JobRequest, options: argparse.Namespace) -> dict[str, float]
 
 def command(request: JobRequest, options: argparse.Namespace, address: str) -> str:
     """Return the command that submits, and resumes, this job."""
-    words = ["lockstep", "launch", "ray", request.target, *request.overrides, f"run_dir={request.run_dir}"]
-    for path in request.config_files:
-        words += ["--config", path]
-
     nodes = request.nnodes
+    words = ["lockstep", "launch", "ray", *request.target_words]
     words += ["--nproc", request.nproc, "--nnodes", f"{nodes.least}:{nodes.most}"]
     for option, value in (
         ("--address", None if address == "auto" else address),
@@ -78,8 +75,7 @@ def command(request: JobRequest, options: argparse.Namespace, address: str) -> s
     ):
         words += [] if value is None else [option, str(value)]
 
-    arguments = ["--", *request.script_arguments] if request.script_arguments else []
-    return shlex.join([*words, "--submit", *arguments])
+    return shlex.join([*words, "--submit", *request.last_words])
 
 
 def _absolute(request: JobRequest) -> JobRequest:
