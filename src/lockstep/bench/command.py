@@ -119,7 +119,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from lockstep.bench.results import read
 
         print(write_pictures_and_page(read(options.folder), options.folder))
-        _say_without_plots(options.folder)
+        _explain_missing_plots(options.folder)
         return ExitCode.FINISHED
 
     return _measure(options, overrides)
@@ -173,7 +173,7 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if result.sections:
         print(printable(f"report    {write_pictures_and_page(result, folder)}"))
-        _say_without_plots(folder)
+        _explain_missing_plots(folder)
 
     return ExitCode.FAILED if failed else ExitCode.FINISHED
 
@@ -195,7 +195,7 @@ def _measured_cores(result: Result) -> Cores:
     return cores
 
 
-def _say_without_plots(folder: Path) -> None:
+def _explain_missing_plots(folder: Path) -> None:
     """Say how to get plots if there is no matplotlib."""
     from lockstep.bench import plots
 

@@ -179,7 +179,7 @@ class RayDriver:
         """Start the actors, and run until all have ended. Return an exit code, or None if another round follows."""
         join = self._begin()
         if join is None:
-            return None if self._signals else self._again("no actor could be started: trying again")
+            return None if self._signals else self._next_round("no actor could be started: trying again")
 
         current = Round(join)
         while True:
@@ -196,7 +196,7 @@ class RayDriver:
                 for slot in self._placement.active:
                     self._drop(slot, "", retry=False)
 
-                return self._again(f"another program has taken the port of {join}: trying another one")
+                return self._next_round(f"another program has taken the port of {join}: trying another one")
 
             if not self._placement.active:
                 return self._verdict(current)
@@ -400,9 +400,9 @@ class RayDriver:
         if code is not None and not (restart and recently):
             return code
 
-        return self._again("too few nodes were left: starting again as soon as Ray has enough of them")
+        return self._next_round("too few nodes were left: starting again as soon as Ray has enough of them")
 
-    def _again(self, what: str) -> int | None:
+    def _next_round(self, what: str) -> int | None:
         """Return None, for another round after a loss, or an exit code if there were too many of them."""
         # Only rounds that nodes have cost, and only those of the last hour.
         now = self._cluster.now()

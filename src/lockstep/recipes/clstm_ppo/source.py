@@ -188,7 +188,7 @@ class Rollouts(BatchSource):
         data |= {"cohort": index, "teaching": self.update < self.options.foresight}
         return MicroBatch(data, index, len(chosen), self.update, cohort.first + chosen)
 
-    def _deal(self) -> list[Tensor]:
+    def _assignments(self) -> list[Tensor]:
         cohorts = zip(self.cohorts, self.sizes, strict=True)
         return [assign(cohort.first, size, self.options, self.context.seed, self.update) for cohort, size in cohorts]
 
@@ -219,7 +219,7 @@ class Rollouts(BatchSource):
         days["targets"] = ((returns - self.values.mean) / self.values.std).float()
 
         self.days = {name: days[name] for name in self.loss_fields}
-        self._assigned = self._deal()
+        self._assigned = self._assignments()
         self.advantage_stats = self._advantage_stats(gained)
 
     def _advantage_stats(self, gained: Tensor) -> list[list[float]]:
@@ -308,7 +308,7 @@ class Rollouts(BatchSource):
         own_rows = slice(self.first, self.first + sum(self.sizes))
         self.days = state["days"] and {name: part[own_rows] for name, part in state["days"].items()}
         self.advantage_stats = state["norms"]
-        self._assigned = self._deal()
+        self._assigned = self._assignments()
 
         # Another micro_batch makes other cohorts. Only the sum over cohorts is compared with target_kl.
         self.kl.zero_()
