@@ -30,6 +30,7 @@ import torch._dynamo  # optimizers import it when they first step: seconds, whic
 import torch.distributed as dist
 
 from lockstep.errors import UserError
+from lockstep.lab.ranks import variables_of_rank
 from lockstep.launch import lost_peer
 
 LIMIT = timedelta(seconds=40)  # for one call on all ranks; only a hang reaches it
@@ -66,14 +67,6 @@ class Learner:
         """
         # The store is served here, on a port that the system chose.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        variables = {
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-        }
-        environment = {name: str(value) for name, value in variables.items()}
 
         # Fork: torch is imported already, which takes seconds in a fresh process.
         context = get_context("fork")
@@ -84,7 +77,8 @@ class Learner:
 
             for rank in range(world):
                 reader, writer = context.Pipe(duplex=False)
-                started = (rank, environment, group, Path(folder) / f"{rank}", writer, function, arguments)
+                variables = variables_of_rank(rank, world, store.port)
+                started = (rank, variables, group, Path(folder) / f"{rank}", writer, function, arguments)
                 process = context.Process(target=self._rank, args=started)
                 process.start()
 
@@ -144,7 +138,7 @@ class Learner:
     def _rank(
         self,
         rank: int,
-        environment: dict[str, str],
+        variables: dict[str, str],
         group: bool,
         stacks: Path,
         writer: Connection,
@@ -156,7 +150,7 @@ class Learner:
 
         # A rank that hangs in a collective can still write where it is.
         faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=False)
-        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(variables)
         torch.set_num_threads(1)
 
         try:

@@ -33,10 +33,9 @@ def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
     nproc = _asked(os.environ.get("LAB_NPROC", str(nproc)))
     # The store is served here, on a port that the system chose, so two labs on one machine cannot collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launched = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     sys.stdout.flush()
     try:
-        multiprocessing.start_processes(_rank, (main, launched), nprocs=nproc, start_method="fork")
+        multiprocessing.start_processes(_rank, (main, nproc, store.port), nprocs=nproc, start_method="fork")
     except multiprocessing.ProcessRaisedException as error:
         sys.exit(str(error))
     except multiprocessing.ProcessExitedException as error:
@@ -56,10 +55,17 @@ def _asked(text: str) -> int:
     return count
 
 
-def _rank(rank: int, main: Callable[[], object], launched: dict[str, object]) -> None:
-    # As under torchrun: rank 0 serves no store of its own, it connects to the launcher's.
-    variables = launched | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+def variables_of_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank. Its parent serves the store, at this port."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    variables = {name: str(number) for name, number in numbers.items()}
+
+    # Rank 0 serves no store of its own: it connects to its parent's.
+    return variables | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _rank(rank: int, main: Callable[[], object], world: int, port: int) -> None:
+    os.environ.update(variables_of_rank(rank, world, port))
     torch.set_num_threads(1)
     _run_and_leave(main)
 
