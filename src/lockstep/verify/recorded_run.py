@@ -168,7 +168,6 @@ class RecordedRun(Run):
             # A loop may call model.train() before each step, so eval mode is set each time.
             if self.orders["eval_mode"]:
                 self.driver.model.eval()
-                self.driver.model.eval()
 
             if self.orders["nudge"]:
                 self._nudge()
