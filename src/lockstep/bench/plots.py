@@ -160,7 +160,8 @@ def scaling(section: Section) -> Any:
     breakdowns = [row["breakdown_ms"] for row in rows]
     used = [kind for kind in KINDS if any(each.get(kind, 0.0) > 0.005 * sum(each.values()) for each in breakdowns)]
     heights = {kind: [each.get(kind, 0.0) for each in breakdowns] for kind in used}
-    _stacked(parts, [str(world) for world in worlds], heights, [COLOURS[KINDS.index(kind)] for kind in used])
+    colours = [COLOURS[KINDS.index(kind) % len(COLOURS)] for kind in used]
+    _stacked(parts, [str(world) for world in worlds], heights, colours)
     parts.set(title="Where a step goes (traced)", xlabel="ranks", ylabel="ms per step")
     figure.suptitle(section.title, fontsize=11)
     return figure
