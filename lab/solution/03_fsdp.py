@@ -203,18 +203,17 @@ def compare(checks: Checks, first: nn.Module) -> dict[str, dict[str, Any]]:
         table[name] = {"speed": speed, "mesh": mesh}
         table[name] |= {"bytes": bytes_per_rank(model, optimizer), "traffic": traffic(model)}
 
+    # Rows are dealt out whole, so that shards may be a little larger than their share: of 64 rows, one of 3 ranks has
+    # 22, and the messages of all ranks are as long as the largest one.
+    #
     # Full shard gathers each block twice, grad-op shard once; DDP's all-reduce is a reduce-scatter and an all-gather.
     if ranks > 1:
-        checks.near(
-            "full shard sends 1.5 times DDP's bytes", sent(table["full shard"]) / sent(table["DDP"]), 1.5, percent=1
-        )
-        checks.near(
-            "grad-op shard sends as much as DDP", sent(table["grad-op shard"]) / sent(table["DDP"]), 1, percent=1
-        )
+        by_ddp = sent(table["DDP"])
+        checks.near("full shard sends 1.5 times DDP's bytes", sent(table["full shard"]) / by_ddp, 1.5, percent=5)
+        checks.near("grad-op shard sends as much as DDP", sent(table["grad-op shard"]) / by_ddp, 1, percent=5)
 
     # What a rank holds.
     ddp, full = (sum(table[name]["bytes"].values()) for name in ("DDP", "full shard"))
-    # Rows are dealt out whole: of 64 rows, one of 3 ranks has 22.
     checks.near("bytes of a rank under full shard, against DDP / ranks", full, ddp / ranks, percent=5)
     return table
 
