@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from lockstep.lab.workload.data import MarkovText as MarkovText
     from lockstep.lab.workload.data import ShapeClass as ShapeClass
     from lockstep.lab.workload.models import gpt as gpt
+    from lockstep.lab.workload.models import gpt_tiny as gpt_tiny
     from lockstep.lab.workload.models import language_loss as language_loss
     from lockstep.lab.workload.models import mlp_wide as mlp_wide
+    from lockstep.lab.workload.models import resnet18 as resnet18
     from lockstep.lab.workload.models import resnet50 as resnet50
     from lockstep.lab.workload.models import resnet_tiny as resnet_tiny
 
@@ -33,8 +35,10 @@ _HOMES = {
     "MarkovText": "workload.data",
     "ShapeClass": "workload.data",
     "gpt": "workload.models",
+    "gpt_tiny": "workload.models",
     "language_loss": "workload.models",
     "mlp_wide": "workload.models",
+    "resnet18": "workload.models",
     "resnet50": "workload.models",
     "resnet_tiny": "workload.models",
     "Question": "predictions",

@@ -77,11 +77,20 @@ def resnet_tiny(classes: int = 8, *, norm: Norm = "batch") -> nn.Sequential:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
 
 
+def resnet18(classes: int = 1000, *, norm: Norm = "batch") -> nn.Sequential:
+    """Return ResNet-18: 11.7 million parameters for 1,000 classes."""
+    return _large(_stages(_basic, 64, [64, 128, 256, 512], [2, 2, 2, 2], norm), 512, classes, norm)
+
+
 def resnet50(classes: int = 1000, *, norm: Norm = "batch") -> nn.Sequential:
-    """Return ResNet-50: 25.6 million parameters for 1,000 classes. Its stem reduces 224x224 to 56x56."""
-    blocks = _stages(_bottleneck, 64, [256, 512, 1024, 2048], [3, 4, 6, 3], norm)
+    """Return ResNet-50: 25.6 million parameters for 1,000 classes."""
+    return _large(_stages(_bottleneck, 64, [256, 512, 1024, 2048], [3, 4, 6, 3], norm), 2048, classes, norm)
+
+
+def _large(blocks: list[nn.Module], channels: int, classes: int, norm: Norm) -> nn.Sequential:
+    """Return a network for large pictures: its stem reduces 224x224 to 56x56. The last block gives `channels`."""
     stem = [*_conv(3, 64, 7, 2, norm), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, classes))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
 class Block(nn.Module):
@@ -124,6 +133,11 @@ class GPT(nn.Module):
             tokens = block(tokens)
 
         return self.head(self.norm(tokens))
+
+
+def gpt_tiny() -> GPT:
+    """Return a GPT of 4 layers and width 128: 0.8 million parameters."""
+    return GPT(layers=4, width=128, heads=4)
 
 
 def gpt(layers: int, *, width: int, symbols: int = 64, length: int = 64) -> GPT:
