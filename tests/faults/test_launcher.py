@@ -12,7 +12,6 @@ from launchers import MODULES, Launcher, alive, children_of, events, parent_of, 
 
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch.decisions import rank_exits
-from lockstep.launch.failure import Likelihood
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks
 from lockstep.launch.supervisor import supervise
@@ -183,7 +182,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
 def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch, tmp_path):
     """The complaint is on record before the other one dies."""
     # A busy machine needs longer than a second.
-    monkeypatch.setitem(rank_exits.ROOT_WAIT_S, Likelihood.CERTAIN, 60.0)
+    monkeypatch.setitem(rank_exits.ROOT_WAIT_S, "yes", 60.0)
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from enum import IntEnum, StrEnum
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any, Literal, get_args
 
 from lockstep.errors import ExitCode, OutOfStep, SmallerMicroBatch
 from lockstep.launch import frames
@@ -22,7 +22,8 @@ CLEAN = (0, ExitCode.RESTART.value)
 Origin = Literal["exception", "signal", "launcher"]
 
 # Whether a failure only reports that another rank is gone, as exceptions of torch and aborts of NCCL do. "unread": an
-# abort whose reason the launcher cannot read, so that it may be such a report.
+# abort whose reason the launcher cannot read, so that it may be such a report. The later in this order, the less a
+# failure explains those of other ranks (`Failure.root_order`).
 LostPeer = Literal["no", "unread", "yes"]
 
 
@@ -140,6 +141,24 @@ class Failure:
         return self.origin == "exception" and self.kind == error.__name__
 
     @property
+    def from_outside(self) -> bool:
+        """Whether a rank was ended from outside: no failure of another rank can have led to this one."""
+        # SIGKILL, and the refusal of a fork. A rank that has lost its peers may crash while it cleans up, or leave with
+        # any code, so nothing else is certain.
+        was_killed = self.origin == "signal" and self.kind == "SIGKILL"
+        return was_killed or self.noticed_as(LauncherFailure.FORK)
+
+    @property
+    def root_order(self) -> tuple[bool, int, float]:
+        """The order in which failures may explain each other, the root failure first.
+
+        A rank that was ended from outside comes first, and those that only report a lost peer come last; among equals,
+        the earliest. Time alone would pick one of the peers: a process that dies leaves no record, and its peers record
+        within milliseconds that they lost it.
+        """
+        return not self.from_outside, get_args(LostPeer).index(self.lost_peer), self.time
+
+    @property
     def likely_to_repeat(self) -> bool:
         """Whether the program raised, or exited with a code, and so would most likely fail again.
 
@@ -180,22 +199,6 @@ class Failure:
 # ---- how ranks ended, and which of them failed first ----
 
 
-class Likelihood(IntEnum):
-    """How likely it is that a rank failed only because another rank is gone; the least likely comes first."""
-
-    IMPOSSIBLE = 0  # no exit of another rank can have led to this one
-    UNLIKELY = 1  # an error or a crash of its own, which a peer that failed first may still explain
-    POSSIBLE = 2  # it aborted for a reason that the launcher cannot read
-    CERTAIN = 3  # torch says that a peer is gone
-
-
-LIKELIHOODS: dict[LostPeer, Likelihood] = {
-    "no": Likelihood.UNLIKELY,
-    "unread": Likelihood.POSSIBLE,
-    "yes": Likelihood.CERTAIN,
-}
-
-
 # The outcome of a save, of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
 SaveOutcome = Literal["saved", "failed", "nothing"]
 
@@ -220,32 +223,11 @@ class RankExit:
         """Whether the rank finished, or exited as it was asked to."""
         return self.failure is None and self.code == (ExitCode.RESTART if self.save_outcome else ExitCode.FINISHED)
 
-    @property
-    def likelihood_of_peer(self) -> Likelihood:
-        """How likely it is that another rank is to blame; UNLIKELY for a rank that has not failed."""
-        failure = self.failure
-        if failure is None:
-            return Likelihood.UNLIKELY
-
-        # SIGKILL comes from outside, and so does the refusal of a fork. A rank that has lost its peers may crash while
-        # it cleans up, or leave with any code.
-        if failure.noticed_as(LauncherFailure.FORK) or (failure.origin == "signal" and failure.kind == "SIGKILL"):
-            return Likelihood.IMPOSSIBLE
-
-        return LIKELIHOODS[failure.lost_peer]
-
 
 def pick_root(exits: dict[int, RankExit]) -> int | None:
-    """Return the rank whose failure explains the others; None if no rank has failed.
-
-    The one that is least likely a consequence comes first; among equals, the earliest, and the rank breaks ties. A
-    process that dies leaves no record, and its peers record within milliseconds that they lost it, so time alone would
-    pick one of the peers.
-    """
-    failures = [
-        (end.likelihood_of_peer, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None
-    ]
-    return min(failures)[-1] if failures else None
+    """Return the rank whose failure explains the others; None if no rank has failed."""
+    failures = [(end.failure.root_order, rank) for rank, end in exits.items() if end.failure is not None]
+    return min(failures)[1] if failures else None
 
 
 def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure:

@@ -13,7 +13,6 @@ from lockstep.launch.failure import (
     PROGRAM_ERROR,
     Failure,
     LauncherFailure,
-    Likelihood,
     RankExit,
     left_early,
     pick_root,
@@ -148,8 +147,7 @@ def test_a_timeout_of_nccl_is_a_complaint(message, lost, local_rank):
     local_rank.log.write_text(
         f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}\n"
     )
-    certain = examine(local_rank, -signal.SIGABRT, WHEN).likelihood_of_peer is Likelihood.CERTAIN
-    assert certain is lost
+    assert examine(local_rank, -signal.SIGABRT, WHEN).failure.lost_peer == ("yes" if lost else "no")
 
 
 def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, recorded):
@@ -161,9 +159,9 @@ def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, 
     assert root_failure({0: aborted, 1: RankExit(1, recorded(1, RuntimeError(RESET)))}).kind == "SIGABRT"
 
     # A rank that has done its work waits for no peer.
-    assert aborted.likelihood_of_peer is Likelihood.POSSIBLE
+    assert aborted.failure.lost_peer == "unread"
     Heartbeat(rank_0.folder / "heartbeat-0").beat("end", 41)
-    assert examine(rank_0, -signal.SIGABRT, time.time()).likelihood_of_peer is Likelihood.UNLIKELY
+    assert examine(rank_0, -signal.SIGABRT, time.time()).failure.lost_peer == "no"
 
 
 def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(local_rank, recorded):
@@ -243,7 +241,7 @@ def test_an_exception_is_an_exception_whatever_its_name(name, recorded):
     mine = recorded(0, type(name, (Exception,), {})("Connection closed by peer"))
     assert mine.origin == "exception"
     assert mine.likely_to_repeat
-    assert RankExit(1, mine).likelihood_of_peer is Likelihood.UNLIKELY
+    assert not mine.from_outside
     assert mine.lost_peer == "no"
     assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 
@@ -306,6 +304,6 @@ def test_what_torch_says_of_a_lost_peer(kind, message):
 def test_a_rank_that_was_never_forked_is_the_cause():
     refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
     lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out", lost_peer="yes"))
-    assert refused.likelihood_of_peer is Likelihood.IMPOSSIBLE
+    assert refused.failure.from_outside
     assert root_failure({0: lost, 1: refused}).kind == "fork"
     assert not refused.failure.likely_to_repeat  # other processes of the machine may end

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.recovery import AttemptFacts
-from lockstep.launch.failure import Failure, Likelihood, RankExit, SaveOutcome, left_early, pick_root
+from lockstep.launch.failure import Failure, RankExit, SaveOutcome, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -93,7 +93,7 @@ class Attempt:
     @property
     def any_ended_from_outside(self) -> bool:
         """Whether some rank was ended from outside, which no other rank can have caused."""
-        return any(rank_exit.likelihood_of_peer is Likelihood.IMPOSSIBLE for rank_exit in self.exits.values())
+        return any(rank_exit.failure is not None and rank_exit.failure.from_outside for rank_exit in self.exits.values())
 
     @property
     def finished(self) -> list[int]:
@@ -146,7 +146,7 @@ class Attempt:
             failure = self._located(failure)
 
         # Ranks only report a lost peer: that peer is a rank that ended too early.
-        if self.exits[root].likelihood_of_peer >= Likelihood.POSSIBLE and self.finished:
+        if failure.lost_peer != "no" and self.finished:
             rank = self.finished[0]
             return left_early(rank, self.host_of(rank), failure, self.exits[rank].exit_line)
 

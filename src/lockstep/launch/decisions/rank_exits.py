@@ -10,18 +10,13 @@ from lockstep.launch.decisions.attempt_end import AttemptEnd
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.failure import Likelihood
+from lockstep.launch.failure import LostPeer
 from lockstep.launch.times import LATE_S
 from lockstep.launch.wire.messages import JobEnd, RankExited
 
-# After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
-# that is longer: a large process takes a while to die.
-ROOT_WAIT_S = {
-    Likelihood.IMPOSSIBLE: 0.0,
-    Likelihood.UNLIKELY: 1.0,
-    Likelihood.POSSIBLE: 5.0,
-    Likelihood.CERTAIN: 5.0,
-}
+# After a failure, how long to wait for the exit of a peer that may have failed first, unless the rank was ended from
+# outside. If it seems that a peer is gone, that is longer: a large process takes a while to die.
+ROOT_WAIT_S: dict[LostPeer, float] = {"no": 1.0, "unread": 5.0, "yes": 5.0}
 
 # After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
 # have written.
@@ -50,8 +45,10 @@ class RankExits:
         attempt.exits[message.rank] = rank_exit
 
         # The exit of a rank that failed earlier must arrive within this time.
-        if not rank_exit.clean:
-            attempt.choose_root_at = min(attempt.choose_root_at, now + ROOT_WAIT_S[rank_exit.likelihood_of_peer])
+        failure = rank_exit.failure
+        if failure is not None:
+            wait = 0.0 if failure.from_outside else ROOT_WAIT_S[failure.lost_peer]
+            attempt.choose_root_at = min(attempt.choose_root_at, now + wait)
         elif rank_exit.save_outcome:
             self._save_requests.rank_exited_as_asked(now)
 

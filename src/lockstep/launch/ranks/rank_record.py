@@ -93,10 +93,10 @@ def exists(folder: Path, rank: int) -> bool:
 
 
 def first_failure(folder: Path) -> Failure | None:
-    """Return the first failure that ranks of this folder have recorded. An error for the user comes before others."""
+    """Return the failure of this folder's ranks that explains the others. An error for the user comes before others."""
     ends = [_parse(path) for path in folder.glob(attempt_folder.exit_record(folder, "*").name)]
     failures = [end.failure for end in ends if end is not None and end.failure is not None]
-    return min(failures, key=lambda failure: (not failure.for_user, failure.time), default=None)
+    return min(failures, key=lambda failure: (not failure.for_user, *failure.root_order), default=None)
 
 
 def _parse(path: Path) -> RankExit | None:

@@ -119,6 +119,11 @@ def test_the_first_record_of_a_folder_is_an_error_for_the_user_if_there_is_one(t
     (tmp_path / "rank-2.json").write_text("")  # a rank that was killed while it wrote
     assert rank_record.first_failure(tmp_path).rank == 1
 
+    # One that only reports the loss of another rank explains nothing, however early it came.
+    lost = Failure(3, "h", 0.5, "DistStoreError", "timed out", lost_peer="yes")
+    rank_record.write(tmp_path, 3, RankExit(1, lost))
+    assert rank_record.first_failure(tmp_path).rank == 1
+
 
 @pytest.mark.parametrize("fails", ["in the context", "while the run is opened", "in its body"])
 def test_a_failure_is_on_disk_before_the_process_group_is_left(tmp_path, monkeypatch, fails):
