@@ -43,7 +43,7 @@ from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.decisions import hang_check, kill_order, next_attempt
+from lockstep.launch.decisions import attempt_end, hang_check, next_attempt
 from lockstep.launch.nodes.roles import JoinedTerm
 from lockstep.launch.nodes.search import SEARCH_RETRY_S
 from lockstep.launch.times import LOOP_S
@@ -83,7 +83,7 @@ def be_patient(seconds: float) -> None:
     """
     simulated_nodes.HEARTBEAT_S = seconds / 20
     connections.LOST_AFTER_S = seconds
-    next_attempt.START_S = kill_order.NODES_KILL_S = hang_check.LOST_AFTER_S = seconds
+    next_attempt.START_S = attempt_end.NODES_KILL_S = hang_check.LOST_AFTER_S = seconds
 
 
 # ---- a job ----------------------------------------------------------------------------------------------

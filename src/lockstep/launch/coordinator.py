@@ -186,7 +186,7 @@ class Coordinator:
         """
         now = time.monotonic()
         # A successor must not restart a job that has failed, if this node is lost before its next heartbeat.
-        has_final_end = self._state_machine.state.final_end is not None
+        has_final_end = self._state_machine.final_end is not None
         if now >= self._heartbeat_due or (has_final_end and not self._final_end_sent):
             self._final_end_sent = has_final_end
             self._heartbeat_due = now + HEARTBEAT_S
@@ -259,14 +259,14 @@ class Coordinator:
                 self._state_machine.node_lost(node, str(message), now)
 
             # If it joined twice, the ranks would be asked to save for nothing.
-            case Hello() if node in self._state_machine.state.nodes.joined:
+            case Hello() if node in self._state_machine.nodes.joined:
                 self._state_machine.node_lost(node, "it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 
-            case _ if node not in self._state_machine.state.nodes.joined:
+            case _ if node not in self._state_machine.nodes.joined:
                 pass  # from a node that was refused, or that is lost
-            case _ if problem := problem_with(message, node, self._state_machine.state.attempt):
+            case _ if problem := problem_with(message, node, self._state_machine.attempts.newest):
                 self._state_machine.node_lost(node, f"it sent an invalid message ({problem})", now)
 
             # Failures are compared by time, so convert the time to this machine's clock.
@@ -285,12 +285,12 @@ class Coordinator:
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
         # In the message of a node that has not joined before, the number is COORDINATOR.
-        nodes = state_machine.state.nodes
+        nodes = state_machine.nodes
         had_number = hello.number != COORDINATOR and hello.term == lease.term.number
         returns = had_number and hello.number in nodes.joined
 
         # A refused node prints the reason and ends, which closes the connection.
-        barred = state_machine.state.dismissals.are_too_many(hello.host, now)
+        barred = nodes.dismissals.are_too_many(hello.host, now)
         refused = refusal_of(hello, self._job, full=nodes.full and not returns, dismissed=barred)
         if refused:
             if returns:
@@ -370,4 +370,4 @@ class Coordinator:
 
     def _send_to_nodes(self, message: ToNode) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        self._hub.send_to_all(self._state_machine.state.nodes.joined, message)
+        self._hub.send_to_all(self._state_machine.nodes.joined, message)

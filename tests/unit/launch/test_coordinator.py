@@ -126,7 +126,7 @@ def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypat
     monkeypatch.setattr(coordinator, "_heartbeat_due", float("inf"))
     coordinator._iterate()
     assert not sent
-    coordinator._state_machine.state.decided = End(JobEnd(1), "it has failed")
+    coordinator._state_machine._next_attempt.decide(End(JobEnd(1), "it has failed"))
     monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
     coordinator._iterate()
     coordinator._iterate()
@@ -259,10 +259,10 @@ def test_the_checkpoints_are_looked_at_when_a_rank_has_ended(started, tmp_path):
     coordinator, _ = started([])
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     coordinator._iterate()
-    assert coordinator._state_machine.state.checkpoints.newest_step is None
+    assert coordinator._state_machine.facts.checkpoints.newest_step is None
     coordinator._agent.poll = lambda: [RankExited(0, 0, RankExit(0))]
     coordinator._iterate()
-    assert coordinator._state_machine.state.checkpoints.newest_step == 4
+    assert coordinator._state_machine.facts.checkpoints.newest_step == 4
 
 
 def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
@@ -373,10 +373,10 @@ def test_a_node_that_asks_to_join_twice_is_lost(started):
     hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity)
     state_machine = coordinator._state_machine
     coordinator._receive_from_node(1, hello, 0.0)
-    assert sorted(state_machine.state.nodes.joined) == [0, 1]
+    assert sorted(state_machine.nodes.joined) == [0, 1]
 
     coordinator._receive_from_node(1, hello, 1.0)
-    assert sorted(state_machine.state.nodes.joined) == [0]
+    assert sorted(state_machine.nodes.joined) == [0]
     assert HangUp(1) in state_machine.take_commands()
 
 
@@ -385,7 +385,7 @@ def test_the_coordinator_is_no_node_that_returns(started):
     coordinator, term = started([], nnodes=Bounds(2, 3))
     hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity, term=term.term.number)
     coordinator._receive_from_node(1, hello, 0.0)
-    assert sorted(coordinator._state_machine.state.nodes.joined) == [0, 1]
+    assert sorted(coordinator._state_machine.nodes.joined) == [0, 1]
 
 
 def test_failures_of_two_machines_are_compared_by_one_clock(started, monkeypatch):

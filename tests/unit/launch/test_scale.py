@@ -12,7 +12,7 @@ import pytest
 from lockstep.config.sections import HangConfig
 from lockstep.errors import listed_ranks
 from lockstep.launch.decisions import job_nodes
-from lockstep.launch.decisions.commands import LINES_PER_SECOND, NodeNews, Outbox
+from lockstep.launch.decisions.commands import LINES_PER_SECOND, Outbox
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP, analyse
 from lockstep.launch.hangs.suspicion import RankView, suspect
@@ -77,7 +77,7 @@ def test_the_state_of_many_nodes_is_as_long_as_that_of_few():
 
 def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     outbox = Outbox(Path("logs"))
-    news = NodeNews(outbox)
+    news = outbox.node_news
     for number in range(100):
         news.announce("joined", f"host-{number}", f"node {number} joined", now=10.0)
     assert len(outbox.take()) == LINES_PER_SECOND

@@ -18,8 +18,8 @@ from lockstep.config.sections import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.decisions.recovery import End, Restart, Situation, after_failure
-from lockstep.launch.decisions.state import LauncherSettings
 from lockstep.launch.failure import PROGRAM_ERROR, Failure
+from lockstep.launch.job import LauncherSettings
 from lockstep.launch.ranks import rank_record
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.calls.chain import CallChain

@@ -1,4 +1,4 @@
-"""One attempt: a set of ranks that live and die together."""
+"""An attempt is a set of ranks that live and die together. A job makes one attempt after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep.launch.decisions.commands import StartAttempt
+from lockstep.launch.decisions.job_nodes import JobNodes
 from lockstep.launch.decisions.recovery import AttemptFacts
+from lockstep.launch.decisions.status import ACTIVE, CurrentStatus, JobStatus
 from lockstep.launch.failure import Failure, RankExit, SaveOutcome, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
@@ -93,7 +95,9 @@ class Attempt:
     @property
     def any_ended_from_outside(self) -> bool:
         """Whether some rank was ended from outside, which no other rank can have caused."""
-        return any(rank_exit.failure is not None and rank_exit.failure.from_outside for rank_exit in self.exits.values())
+        return any(
+            rank_exit.failure is not None and rank_exit.failure.from_outside for rank_exit in self.exits.values()
+        )
 
     @property
     def finished(self) -> list[int]:
@@ -172,3 +176,41 @@ class Attempt:
     def host_of(self, rank: int) -> str:
         """Return the host of a rank, even if its node has left."""
         return next(self._hosts[node] for node, ranks in self._ranks_on.items() if rank in ranks)
+
+
+class Attempts:
+    """The attempts of a job. `NextAttempt` begins one after another."""
+
+    def __init__(self, status: CurrentStatus, nodes: JobNodes, last_number: int | None):
+        self._status = status
+        self._nodes = nodes
+
+        # The newest attempt that this coordinator has started, None if it has started none; and the number of the job's
+        # newest attempt, which a lost coordinator may have started.
+        self.newest: Attempt | None = None
+        self.last_number = last_number
+
+    def begin(self, attempt: Attempt) -> None:
+        """Note a new attempt, whose ranks start now."""
+        self.newest = attempt
+        self.last_number = attempt.number
+
+    @property
+    def active(self) -> Attempt | None:
+        """The attempt whose ranks run now, None if none do."""
+        return self.newest if self._status.current in ACTIVE else None
+
+    @property
+    def healthy(self) -> Attempt | None:
+        """The attempt whose ranks run now, None if none do, or if one of them has failed already."""
+        return self.active if self.active is not None and not self.active.has_failed else None
+
+    @property
+    def save_and_exit(self) -> bool:
+        """Whether the ranks that run were asked to save and exit."""
+        return self._status.current is JobStatus.SAVE_AND_EXIT
+
+    @property
+    def nodes(self) -> set[int]:
+        """The nodes that have ranks of the newest attempt, and still belong to the job."""
+        return self.newest.nodes & self._nodes.joined.keys() if self.newest is not None else set()

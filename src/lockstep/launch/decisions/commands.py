@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class Outbox:
     def __init__(self, logs: Path):
         self._logs = logs  # the folder of the ranks' logs
         self._commands: list[Command] = []
+        self.node_news = NodeNews(self.announce)
 
     def take(self) -> list[Command]:
         """Return all commands so far, oldest first, and begin with an empty queue."""
@@ -131,8 +132,8 @@ class Outbox:
 class NodeNews:
     """Announces which nodes come and go. If many do at once, the first have a line each, and the rest is summed up."""
 
-    def __init__(self, outbox: Outbox):
-        self._outbox = outbox
+    def __init__(self, announce: Callable[[str], None]):
+        self._announce = announce
 
         # Lines about single nodes: when the current second began, and how many lines it has had.
         self._second_began = -math.inf
@@ -150,7 +151,7 @@ class NodeNews:
 
         self._lines += 1
         if self._lines <= LINES_PER_SECOND:
-            self._outbox.announce(text)
+            self._announce(text)
         else:
             self._left_out.setdefault(what, []).append(host)
 
@@ -161,9 +162,7 @@ class NodeNews:
 
         for what, hosts in self._left_out.items():
             one, several = SUMMARIES[what]
-            self._outbox.announce(
-                f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now"
-            )
+            self._announce(f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now")
 
         self._left_out = {}
         self._second_began = now

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.decisions.attempt import Attempt, Attempts
 from lockstep.launch.decisions.attempt_end import AttemptEnd
-from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import JobStatus
+from lockstep.launch.decisions.commands import Outbox
+from lockstep.launch.decisions.job_facts import JobFacts
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs.suspicion import Suspicion
 from lockstep.launch.hangs.watchdog import Answers
+from lockstep.launch.restarts import Restarts
 from lockstep.launch.times import LOST_AFTER_S, OTHER_SAVES_S
 from lockstep.launch.wire.messages import CollectStacks, Stacks
 
@@ -34,8 +35,13 @@ class StackRequest:
 class HangCheck:
     """Asks the watchdog of the current attempt, collects the stacks that it needs, and acts on its verdict."""
 
-    def __init__(self, state: JobState, attempt_end: AttemptEnd):
-        self._state = state
+    def __init__(
+        self, facts: JobFacts, attempts: Attempts, restarts: Restarts, outbox: Outbox, attempt_end: AttemptEnd
+    ):
+        self._facts = facts
+        self._attempts = attempts
+        self._restarts = restarts
+        self._outbox = outbox
         self._attempt_end = attempt_end
 
         # How many requests for stacks were made, and the last one until it is judged.
@@ -44,10 +50,8 @@ class HangCheck:
 
     def check(self, now: float) -> None:
         """Check whether any rank advances; called about once a second."""
-        state = self._state
-
         # After a failure the other ranks stall. That is not a hang, and the failure will be announced soon.
-        attempt = state.healthy_attempt
+        attempt = self._attempts.healthy
         if attempt is None:
             return
 
@@ -55,7 +59,7 @@ class HangCheck:
         if self._pending is not None or attempt.save_outcome:
             return
 
-        suspicion = attempt.watchdog.look(attempt.running_ranks, now, state.restarts.timeouts_reached)
+        suspicion = attempt.watchdog.look(attempt.running_ranks, now, self._restarts.timeouts_reached)
         if suspicion is not None:
             self._request_stacks(attempt, suspicion, now)
 
@@ -63,11 +67,12 @@ class HangCheck:
 
     def _request_stacks(self, attempt: Attempt, suspicion: Suspicion | None, now: float) -> StackRequest:
         """Ask all nodes for the stacks of their ranks. Ranks that have failed, and clean up, are killed there."""
-        state = self._state
         self._requests += 1
-        state.order(CollectStacks(attempt.number, self._requests))
+        nodes = self._attempts.nodes
+        self._outbox.send(nodes, CollectStacks(attempt.number, self._requests))
+
         deadline = now + LOST_AFTER_S
-        request = StackRequest(attempt.number, self._requests, deadline, state.nodes_of_attempt, suspicion)
+        request = StackRequest(attempt.number, self._requests, deadline, nodes, suspicion)
         self._stack_request = request
         return request
 
@@ -75,7 +80,7 @@ class HangCheck:
     def _pending(self) -> StackRequest | None:
         """The request that is being answered; None if there is none, or if it is stale."""
         # Stale if its attempt is over or a rank has failed.
-        request, attempt = self._stack_request, self._state.healthy_attempt
+        request, attempt = self._stack_request, self._attempts.healthy
         if request is None or attempt is None or request.attempt_number != attempt.number:
             return None
 
@@ -88,7 +93,7 @@ class HangCheck:
         if pending is None:
             return math.inf
 
-        return pending.deadline if pending.awaited & self._state.nodes.joined.keys() else -math.inf
+        return pending.deadline if pending.awaited & self._attempts.nodes else -math.inf
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Add the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
@@ -108,7 +113,7 @@ class HangCheck:
 
     def grace_is_over(self, now: float) -> None:
         """Kill ranks that did not save and exit in time, as soon as their stacks show which one holds up the others."""
-        attempt, request = self._state.active_attempt, self._pending
+        attempt, request = self._attempts.active, self._pending
         assert attempt is not None
 
         # Stacks may be on their way already, because the ranks seemed to hang.
@@ -120,7 +125,7 @@ class HangCheck:
 
     def judge(self, now: float) -> None:
         """Judge the hang by the stacks that have arrived."""
-        pending, attempt, state = self._pending, self._state.attempt, self._state
+        pending, attempt = self._pending, self._attempts.newest
         assert pending is not None
         assert attempt is not None
         self._stack_request = None
@@ -136,7 +141,7 @@ class HangCheck:
         # The ranks do not hang if one of them has advanced in the meantime, or is compiling.
         suspicion, watchdog = pending.suspicion, attempt.watchdog
         assert suspicion is not None
-        saves = state.status is JobStatus.SAVE_AND_EXIT
+        saves = self._attempts.save_and_exit
         failure = watchdog.verdict(suspicion, pending.answers, saves_may_take_long=saves)
 
         # Slow work may reach a timeout as well. It is no deadlock, and no rank of it is suspended or gone.
@@ -148,11 +153,11 @@ class HangCheck:
         # Long before a timeout is reached, the screen says where the ranks are.
         report = watchdog.take_stall_report(suspicion, pending.answers)
         if report:
-            state.outbox.announce(report)
+            self._outbox.announce(report)
 
     def _grace_exceeded(self, attempt: Attempt, answers: Answers) -> Failure:
         """Return the failure of the ranks that did not save and exit in time."""
-        within = f"{self._state.settings.restart.grace:g} s (restart.grace)"
+        within = f"{self._facts.settings.restart.grace:g} s (restart.grace)"
         if attempt.save_outcome:
             within = f"{OTHER_SAVES_S:.0f} s after the first"
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from lockstep.errors import plural
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.job import Bounds
+from lockstep.launch.job import COORDINATOR, Bounds
+from lockstep.launch.restarts import Dismissals
 
 # How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join. If nodes keep
 # coming, the attempt starts after the second time: the rest can join later.
@@ -36,8 +37,9 @@ class Node:
 class JobNodes:
     """The nodes of the job now, and how many ranks each should run in the next attempt."""
 
-    def __init__(self, bounds: Bounds, now: float):
+    def __init__(self, bounds: Bounds, now: float, dismissals: Dismissals):
         self.bounds = bounds  # --nnodes
+        self.dismissals = dismissals
         self.joined: dict[int, Node] = {}
 
         # Node -> ranks of the next attempt.
@@ -89,10 +91,9 @@ class JobNodes:
         """How many more nodes the job needs."""
         return max(self.bounds.least - len(self.joined), 0)
 
-    @property
-    def can_spare_a_node(self) -> bool:
-        """Whether enough nodes would be left without one of them."""
-        return len(self.joined) > self.bounds.least
+    def can_spare(self, number: int | None) -> bool:
+        """Return whether the job could go on without this node, if it is one of its nodes."""
+        return number in self.joined and number != COORDINATOR and len(self.joined) > self.bounds.least
 
     @property
     def shortage(self) -> str | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
-from lockstep.errors import ExitCode
-from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.decisions.attempt import Attempt, Attempts
 from lockstep.launch.decisions.attempt_end import AttemptEnd
-from lockstep.launch.decisions.next_attempt import NextAttempt
+from lockstep.launch.decisions.job_facts import JobFacts
+from lockstep.launch.decisions.job_nodes import JobNodes
 from lockstep.launch.decisions.save_requests import SaveRequests
-from lockstep.launch.decisions.state import JobState
 from lockstep.launch.failure import LostPeer
 from lockstep.launch.times import LATE_S
-from lockstep.launch.wire.messages import JobEnd, RankExited
+from lockstep.launch.wire.messages import RankExited
 
 # After a failure, how long to wait for the exit of a peer that may have failed first, unless the rank was ended from
 # outside. If it seems that a peer is gone, that is longer: a large process takes a while to die.
@@ -27,17 +26,23 @@ class RankExits:
     """Notes how ranks exit. Before it acts on a failure, it waits for exits that may show an earlier one."""
 
     def __init__(
-        self, state: JobState, save_requests: SaveRequests, next_attempt: NextAttempt, attempt_end: AttemptEnd
+        self,
+        facts: JobFacts,
+        nodes: JobNodes,
+        attempts: Attempts,
+        save_requests: SaveRequests,
+        attempt_end: AttemptEnd,
     ):
-        self._state = state
+        self._facts = facts
+        self._nodes = nodes
+        self._attempts = attempts
         self._save_requests = save_requests
-        self._next_attempt = next_attempt
         self._attempt_end = attempt_end
 
     def note(self, message: RankExited, now: float) -> None:
         """A rank has exited. A failure is handled at once, unless the exit of another rank may have come first."""
         # Messages of an earlier attempt may still arrive.
-        attempt = self._state.active_attempt
+        attempt = self._attempts.active
         if attempt is None or message.attempt != attempt.number:
             return
 
@@ -53,19 +58,19 @@ class RankExits:
             self._save_requests.rank_exited_as_asked(now)
 
         if attempt.all_exited:
-            self._all_exited(attempt, now)
+            self._attempt_end.follow_last_exit(attempt, now)
         elif now >= self.due:
             self.follow_root_failure_if_sure(now)
 
     @property
     def due(self) -> float:
         """When the wait for the exit of an earlier failure is over; infinite if no rank has failed."""
-        attempt = self._state.active_attempt
+        attempt = self._attempts.active
         return math.inf if attempt is None else attempt.choose_root_at
 
     def follow_root_failure_if_sure(self, now: float) -> None:
         """Follow the failure of the rank that failed first, unless another cause may show: `tick` calls this again."""
-        attempt = self._state.attempt
+        attempt = self._attempts.newest
         assert attempt is not None
 
         if not self._node_may_be_lost(attempt, now) and not self._commit_is_near(attempt, now):
@@ -76,7 +81,7 @@ class RankExits:
 
         The node will answer, or count as lost. A rank that was ended from outside needs no such cause.
         """
-        silence = self._state.nodes.longest_silence(self._state.nodes_of_attempt, now)
+        silence = self._nodes.longest_silence(self._attempts.nodes, now)
         return silence > LATE_S and not attempt.any_ended_from_outside
 
     def _commit_is_near(self, attempt: Attempt, now: float) -> bool:
@@ -84,25 +89,5 @@ class RankExits:
 
         The next attempt can start from it.
         """
-        commits = 0 in attempt.running_ranks and self._state.checkpoints.commit_is_near(len(attempt.ranks))
+        commits = 0 in attempt.running_ranks and self._facts.checkpoints.commit_is_near(len(attempt.ranks))
         return commits and now < attempt.choose_root_at + COMMIT_S
-
-    def _all_exited(self, attempt: Attempt, now: float) -> None:
-        """End the job, or begin the next attempt: after a resize, or with a new node."""
-        # The exits of ranks that failed came first: they explain the rest.
-        if attempt.has_failed:
-            self._attempt_end.follow_failure(attempt.root_failure(), now)
-            return
-
-        # The ranks were not asked to save: they have finished.
-        if attempt.save_outcome is None:
-            self._state.end(JobEnd(ExitCode.FINISHED))
-            return
-
-        if attempt.save_outcome == "failed":
-            step = next(end.save_step for end in attempt.exits.values() if end.save_outcome == "failed")
-            lost = f"the save of step {step} failed"
-            self._state.outbox.announce(f"{lost}; the job can only continue from {self._state.where_to_resume}")
-
-        self._attempt_end.follow_request(now)
-        self._next_attempt.wait_for_nodes(now)

@@ -4,15 +4,20 @@ The coordinator tells `JobStateMachine` what happens, and carries out the comman
 a process, waits, or reads the disk. An attempt is a set of ranks that live and die together. After a failure all of
 them are killed, and a new attempt resumes from the newest checkpoint, unless there is a reason not to.
 
-`status.py` has a table of what may follow each status of the job. What happens is noted in the
-`JobState`, and each part of the state machine looks after the job while it has some status:
+`status.py` has a table of what may follow each status of the job. Each part of the state machine looks after the job
+while it has some status, and gets what it reads or changes of the job's state:
 
-    NextAttempt     JOIN: waits for nodes, starts the next attempt, or ends the job
-    HangCheck       RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for
-    SaveRequests    SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node
-    RankExits       RUN, SAVE_AND_EXIT: waits for the exit of the rank that failed first, or for all of them
-    AttemptEnd      RUN, SAVE_AND_EXIT: asks `recovery.py` what follows a failure or a request, and announces it
-    KillOrder       KILL: has all ranks killed, and waits until they are gone
+    NextAttempt     JOIN: waits for nodes, starts the next attempt, or ends the job.
+                    Changes the attempts, and what was decided about the next one.
+    SaveRequests    SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node.
+                    Changes the signal that preempts the job, and how many ranks each node runs.
+    RankExits       RUN, SAVE_AND_EXIT: waits for the exit of the rank that failed first, or for all of them.
+                    Changes the exits of the attempt.
+    HangCheck       RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for.
+    AttemptEnd      RUN, SAVE_AND_EXIT, KILL: asks `recovery.py` what follows a failure or a request, announces it, has
+                    all ranks killed, and waits until they are gone. Counts restarts, and removes lost nodes.
+
+What comes from outside, `JobStateMachine` notes itself: facts, nodes that join, and heartbeats.
 
 A node that takes over from a lost coordinator begins in JOIN, with the last `CoordinatorState` that it received.
 """
@@ -23,21 +28,20 @@ import math
 from typing import assert_never
 
 from lockstep.errors import plural
-from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.decisions.attempt import Attempt, Attempts
 from lockstep.launch.decisions.attempt_end import AttemptEnd
-from lockstep.launch.decisions.commands import Command
+from lockstep.launch.decisions.commands import Command, Outbox
 from lockstep.launch.decisions.hang_check import HangCheck
-from lockstep.launch.decisions.job_nodes import Node
-from lockstep.launch.decisions.kill_order import KillOrder
+from lockstep.launch.decisions.job_facts import JobFacts
+from lockstep.launch.decisions.job_nodes import JobNodes, Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
-from lockstep.launch.decisions.recovery import Restart
+from lockstep.launch.decisions.recovery import End, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
-from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import JobStatus
+from lockstep.launch.decisions.status import CurrentStatus, JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Job, LauncherSettings
-from lockstep.launch.times import FENCE_S, NODES_KILL_S, START_S
+from lockstep.launch.times import FENCE_S, JOIN_S, NODES_KILL_S, START_S
 from lockstep.launch.wire.messages import (
     CoordinatorState,
     NodeFailed,
@@ -51,6 +55,7 @@ from lockstep.launch.wire.messages import (
     ranges,
 )
 from lockstep.run_folder.checkpoint_facts import CheckpointFacts
+from lockstep.run_folder.names import LOGS
 
 
 class JobStateMachine:
@@ -64,62 +69,80 @@ class JobStateMachine:
         # A job without a predecessor starts from an empty state, at once.
         last = inherited or CoordinatorState([])
         not_before = now if inherited is None else now + FENCE_S
+        ahead = now - last.clock
 
-        # The parts, in the order in which they know each other: each gets those that it calls.
-        self._state = JobState(job, checkpoints, now, last)
-        self._save_requests = SaveRequests(self._state)
-        self._next_attempt = NextAttempt(self._state, self._save_requests, now, not_before)
-        self._kill_order = KillOrder(self._state, self._next_attempt)
-        self._attempt_end = AttemptEnd(self._state, self._save_requests, self._next_attempt, self._kill_order)
-        self._rank_exits = RankExits(self._state, self._save_requests, self._next_attempt, self._attempt_end)
-        self._hang_check = HangCheck(self._state, self._attempt_end)
+        # The state of the job. The coordinator reads it; only the methods of the state machine change it.
+        self.facts = facts = JobFacts(job, LauncherSettings(**last.settings), checkpoints)
+        self.status = status = CurrentStatus(deadline=now + JOIN_S)
+        self.nodes = nodes = JobNodes(job.nnodes, now, last.dismissals.shift_clock(ahead))
+        self.attempts = attempts = Attempts(status, nodes, last.attempt)
+        self.restarts = restarts = last.restarts.shift_clock(ahead)
+        self._outbox = outbox = Outbox(job.run_dir / LOGS)
 
-        # A job that was asked to save and exit ends, also after a takeover.
+        # The parts. Each gets what it reads or changes of the state, then the parts before it that it calls.
+        self._save_requests = save_requests = SaveRequests(facts, status, nodes, attempts, outbox, last.preempt_signal)
+        self._next_attempt = next_attempt = NextAttempt(
+            facts, status, nodes, attempts, restarts, outbox, save_requests, now, not_before
+        )
+        self._attempt_end = attempt_end = AttemptEnd(
+            facts, status, nodes, attempts, restarts, outbox, save_requests, next_attempt
+        )
+        self._rank_exits = RankExits(facts, nodes, attempts, save_requests, attempt_end)
+        self._hang_check = HangCheck(facts, attempts, restarts, outbox, attempt_end)
+
+        self.note_checkpoints(checkpoints)
+
+        # After a takeover: a job that has failed, or was asked to save and exit, ends.
+        if last.ending:
+            next_attempt.decide(End(last.ending, "that was decided before the coordinator was lost"))
+
         if last.preempt_signal:
-            self._attempt_end.follow_request(now)
+            attempt_end.follow_request(now)
 
     def take_commands(self) -> list[Command]:
         """Return the commands that were issued since the last call, oldest first."""
-        return self._state.outbox.take()
+        return self._outbox.take()
 
     def coordinator_state(self, now: float) -> CoordinatorState:
         """Return the state that a successor would start from."""
-        state = self._state
         return CoordinatorState(
-            nodes=ranges(sorted(state.nodes.joined)),
-            attempt=state.last_attempt_number,
-            restarts=state.restarts,
-            dismissals=state.dismissals,
-            settings=state.settings.model_dump(),
-            preempt_signal=state.preempt_signal,
-            ending=state.final_end.ending if state.final_end is not None else None,
+            nodes=ranges(sorted(self.nodes.joined)),
+            attempt=self.attempts.last_number,
+            restarts=self.restarts,
+            dismissals=self.nodes.dismissals,
+            settings=self.facts.settings.model_dump(),
+            preempt_signal=self._save_requests.preempt_signal,
+            ending=self.final_end.ending if self.final_end is not None else None,
             clock=now,
         )
 
     @property
-    def state(self) -> JobState:
-        """The state of the job, for the coordinator to read. Only the methods of the state machine change it."""
-        return self._state
+    def final_end(self) -> End | None:
+        """How the job ends when all ranks are gone, if no later signal changes that; None otherwise."""
+        return self._next_attempt.final_end
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
-        self._state.note_checkpoints(checkpoints)
+        self.facts.checkpoints = checkpoints
+        self.restarts.note_checkpoint(checkpoints.newest_step)
+        if self.attempts.newest is not None:
+            self.attempts.newest.note_newest_step(checkpoints.newest_step)
 
     @property
     def next_due(self) -> float:
         """When `tick` acts, if nothing happens before: on nodes, exits of ranks or stacks that did not come in time."""
-        deadline, starts = self._state.deadline, self._starts_due
-        return min(deadline, starts, self._next_attempt.due, self._rank_exits.due, self._hang_check.due)
+        parts = (self._next_attempt.due, self._rank_exits.due, self._hang_check.due)
+        return min(self.status.deadline, self._starts_due, *parts)
 
     @property
     def _starts_due(self) -> float:
         """When all nodes must have confirmed that they start their ranks; infinite if they have."""
-        attempt = self._state.active_attempt
+        attempt = self.attempts.active
         return attempt.confirm_by if attempt is not None and self._awaited_starts(attempt) else math.inf
 
     def _awaited_starts(self, attempt: Attempt) -> list[int]:
         """Return the nodes that have not confirmed it."""
-        return sorted(attempt.awaiting_start & self._state.nodes.joined.keys())
+        return sorted(attempt.awaiting_start & self.nodes.joined.keys())
 
     def receive(self, node: int, message: ToCoordinator, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
@@ -157,52 +180,52 @@ class JobStateMachine:
 
     def _add_node(self, node: Node, now: float) -> None:
         """Add a node to the job, and announce it, unless it is the coordinating node itself."""
-        self._state.nodes.add(node, now)
+        self.nodes.add(node, now)
         if node.number != COORDINATOR:
-            text = f"node {node.number} ({node.host}) joined; {plural(len(self._state.nodes.joined), 'node')}"
-            self._state.node_news.announce("joined", node.host, text, now)
+            text = f"node {node.number} ({node.host}) joined; {plural(len(self.nodes.joined), 'node')}"
+            self._outbox.node_news.announce("joined", node.host, text, now)
 
     def node_lost(self, number: int, why: str, now: float) -> None:
         """A node is lost: its connection, or it does not do what it should. `why` is as in `JobNodes.loss_of`.
 
         The attempt fails if ranks were still running there.
         """
-        nodes = self._state.nodes
-        if number in nodes.joined and self._state.status is not JobStatus.OVER:
-            self._attempt_end.follow_failure(nodes.loss_of(number, why), now)
+        if number in self.nodes.joined and self.status.current is not JobStatus.OVER:
+            self._attempt_end.follow_failure(self.nodes.loss_of(number, why), now)
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
-        if self._state.last_attempt_number is None:
+        if self.attempts.last_number is None:
             self._attempt_end.announce_failure(failure)
             return
 
         # The job had failed, or was asked to exit, and its ranks are gone by now: `NextAttempt` ends it.
-        end = self._state.decided_end
+        end = self._next_attempt.decided_end
         if end is not None:
             self._attempt_end.announce_failure(failure, f"not restarted: {end.reason}")
             return
 
         self._attempt_end.follow_failure(failure, now)
-        if isinstance(self._state.decided, Restart):
+        if isinstance(self._next_attempt.decided, Restart):
             self._next_attempt.announce_missing(now)
 
     # ---- ranks end ----
 
     def ranks_gone(self, node: int, attempt_number: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
-        if attempt_number == self._state.last_attempt_number:
-            self._kill_order.node_gone(node, now)
+        if attempt_number == self.attempts.last_number:
+            self._attempt_end.ranks_gone(node, now)
 
     def node_failed(self, node: int, message: NodeFailed, now: float) -> None:
         """A node has lost its ranks, or cannot start any. A zygote that dies between two attempts is replaced."""
-        state = self._state
         # A node that is lost has taken its ranks with it.
-        if node not in state.nodes.joined or state.status is JobStatus.OVER:
+        if node not in self.nodes.joined or self.status.current is JobStatus.OVER:
             return
 
-        if message.what is LauncherFailure.IMPORT or state.has_running(message.attempt):
-            host = state.nodes.joined[node].host
+        attempt = self.attempts.active
+        had_ranks = attempt is not None and attempt.number == message.attempt
+        if had_ranks or message.what is LauncherFailure.IMPORT:
+            host = self.nodes.joined[node].host
             failure = Failure.by_launcher(message.what, message.why, host=host, node=node, for_user=message.for_user)
             self._attempt_end.follow_failure(failure, now)
 
@@ -210,19 +233,19 @@ class JobStateMachine:
 
     def heartbeat_received(self, node: int, beat: NodeHeartbeat, now: float) -> None:
         """A node has sent its heartbeat, with the views of its ranks."""
-        self._state.nodes.last_heartbeats[node] = now
+        self.nodes.last_heartbeats[node] = now
 
         # A late beat of the previous attempt shows ranks that are dead.
-        attempt = self._state.attempt
+        attempt = self.attempts.newest
         if attempt is not None and beat.attempt == attempt.number:
             attempt.awaiting_start.discard(node)
             attempt.watchdog.note_views(node, beat.views)
 
     def settings_read(self, settings: LauncherSettings) -> None:
         """Rank 0 has read the settings of the task. All attempts have the same."""
-        self._state.settings = settings
-        if self._state.attempt is not None:
-            self._state.attempt.watchdog.configure(settings.hang)
+        self.facts.settings = settings
+        if self.attempts.newest is not None:
+            self.attempts.newest.watchdog.configure(settings.hang)
 
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stall; called about once a second."""
@@ -233,17 +256,14 @@ class JobStateMachine:
     def preempt_requested(self, signal: str, now: float, node: int = COORDINATOR) -> None:
         """A signal at a node asks the job to save and exit. After a second Ctrl-C the ranks are killed at once."""
         at_once = self._save_requests.note_signal(signal, node, now)
-        state = self._state
 
-        match state.status:
+        match self.status.current:
             case JobStatus.RUN | JobStatus.SAVE_AND_EXIT if at_once:
-                state.outbox.announce("second Ctrl-C: killing the ranks")
+                self._outbox.announce("second Ctrl-C: killing the ranks")
                 self._attempt_end.end_at_once(now)
 
             case JobStatus.RUN:
-                ranks = plural(len(state.attempt.ranks) if state.attempt is not None else 0, "rank")
-                grace = f"{state.settings.restart.grace:g} s, restart.grace"
-                state.outbox.announce(f"{signal}: asking {ranks} to save and exit ({grace}; Ctrl-C twice: at once)")
+                self._save_requests.announce_signal(signal)
                 self._save_requests.ask_ranks(now)
 
             case JobStatus.JOIN | JobStatus.KILL:
@@ -259,22 +279,26 @@ class JobStateMachine:
 
     def resize_requested(self, ranks: int, now: float) -> None:
         """`lockstep resize` asks for another number of ranks."""
-        self._save_requests.resize(ranks, now)
+        # No other attempt will start.
+        if self._save_requests.preempt_signal or self.final_end:
+            self._outbox.announce(f"not resized to {plural(ranks, 'rank')}: the job is ending")
+        else:
+            self._save_requests.resize(ranks, now)
 
     # ---- time ----
 
     def tick(self, now: float) -> None:
         """Let time pass: act on everything that has not come in time."""
-        state = self._state
+        self._outbox.node_news.sum_up(now, len(self.nodes.joined))
 
         # While no rank runs, start the next attempt if its nodes are there, or end the job if that is decided.
-        state.node_news.sum_up(now, len(state.nodes.joined))
-        if state.status is JobStatus.JOIN:
+        if self.status.current is JobStatus.JOIN:
             self._next_attempt.tick(now)
 
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
-        if state.attempt is not None and now >= self._starts_due:
-            for node in self._awaited_starts(state.attempt):
+        attempt = self.attempts.newest
+        if attempt is not None and now >= self._starts_due:
+            for node in self._awaited_starts(attempt):
                 self.node_lost(node, f"it did not start its ranks within {START_S:.0f} s", now)
 
         # A rank that has failed explains everything else, so nothing else is looked at, even while `RankExits` waits
@@ -288,13 +312,13 @@ class JobStateMachine:
             self._hang_check.judge(now)
             return
 
-        if state.take_deadline(now):
+        if self.status.take_deadline(now):
             self._deadline_passed(now)
 
     def _deadline_passed(self, now: float) -> None:
         """Act on the deadline of the current status."""
-        state, attempt = self._state, self._state.attempt
-        match state.status:
+        attempt = self.attempts.newest
+        match self.status.current:
             case JobStatus.SAVE_AND_EXIT if attempt is not None and attempt.has_failed:
                 self._attempt_end.follow_failure(attempt.root_failure(), now)
 
@@ -309,7 +333,7 @@ class JobStateMachine:
 
     def _go_on_without_overdue(self, now: float) -> None:
         """Go on without the nodes whose killed ranks did not end in time."""
-        overdue = self._kill_order.overdue_nodes
+        overdue = self._attempt_end.overdue_nodes
         late = f"did not end within {NODES_KILL_S:.0f} s"
 
         # The ranks of the coordinating node still hold the run folder.

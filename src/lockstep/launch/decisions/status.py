@@ -1,7 +1,8 @@
-"""The statuses of a job, and what may follow each of them."""
+"""The statuses of a job, what may follow each of them, and the current one."""
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 
@@ -41,3 +42,31 @@ TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
 
 # Ranks are running.
 ACTIVE = (JobStatus.RUN, JobStatus.SAVE_AND_EXIT)
+
+
+class CurrentStatus:
+    """The status of a job now, and until when it may last. A job begins in JOIN."""
+
+    def __init__(self, deadline: float):
+        self.current = JobStatus.JOIN
+
+        # Infinite in RUN, which the watchdog covers, and in OVER.
+        self.deadline = deadline
+
+    def enter(self, status: JobStatus, deadline: float = math.inf) -> None:
+        """Change the status, which may last until `deadline`."""
+        assert status in TRANSITIONS[self.current], f"{status.name} cannot follow {self.current.name}"
+        self.current = status
+        self.deadline = deadline
+
+    def shorten_deadline(self, deadline: float) -> None:
+        """Let the status last until then at most."""
+        self.deadline = min(self.deadline, deadline)
+
+    def take_deadline(self, now: float) -> bool:
+        """Return whether the deadline has passed. It is acted on once."""
+        if now < self.deadline:
+            return False
+
+        self.deadline = math.inf
+        return True

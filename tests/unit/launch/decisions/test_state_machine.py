@@ -12,9 +12,9 @@ from lockstep import api
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode, SmallerMicroBatch
 from lockstep.launch.decisions import rank_exits, status
+from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import DismissNode, HangUp, RecordEvent, Send, StartAttempt
 from lockstep.launch.decisions.job_nodes import Node, divide
-from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import (
     EXCEPTION_TRAITS,
@@ -89,8 +89,14 @@ class Stage:
         return self._state_machine
 
     @property
-    def state(self) -> JobState:
-        return self._state_machine.state
+    def state(self) -> JobStateMachine:
+        """The state machine, to look at: it knows the checkpoints of the last event."""
+        return self._state_machine
+
+    @property
+    def attempt(self) -> Attempt:
+        assert self.state.attempts.newest is not None
+        return self.state.attempts.newest
 
     def join(self, number: int, count: Bounds | None = None) -> None:
         self.state_machine.node_joined(Node(number, f"host-{number}", count or self.nproc), self.now)
@@ -111,11 +117,11 @@ class Stage:
         values |= {"traits": traits, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         rank_exit = RankExit.as_asked(save) if code == 75 else RankExit(code, failed, exit_line)
-        self.state_machine.receive(0, RankExited(self.state.attempt.number, rank, rank_exit), self.now)
+        self.state_machine.receive(0, RankExited(self.attempt.number, rank, rank_exit), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
-            self.state_machine.ranks_gone(node, self.state.attempt.number, self.now)
+            self.state_machine.ranks_gone(node, self.attempt.number, self.now)
 
     def kill(self, rank: int = 1) -> list:
         """A rank is killed, and then all others."""
@@ -126,7 +132,7 @@ class Stage:
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
         if settings:
             self.state_machine.receive(node, SettingsRead(settings), self.now)
-        beat = NodeHeartbeat(list(views), self.state.attempt.number)
+        beat = NodeHeartbeat(list(views), self.attempt.number)
         self.state_machine.heartbeat_received(node, beat, self.now)
 
     def sent(self, kind: type) -> list[int]:
@@ -181,7 +187,7 @@ def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.state_machine.heartbeat_received(0, NodeHeartbeat([view(1, 900.0, "data")], 0), stage.now)
-    assert stage.state.attempt.watchdog.last_view(1) is None
+    assert stage.attempt.watchdog.last_view(1) is None
     stage.state_machine.receive(0, RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
     stage.state_machine.node_failed(0, NodeFailed(0, LauncherFailure.ZYGOTE, "died"), stage.now)
@@ -341,7 +347,7 @@ def kill_after_a_save(stage: Stage) -> list:
 
 def test_the_budget_slides(stage):
     for _ in range(10):
-        assert kill_after_a_save(stage)[-1] == start_of(stage.state.attempt.number, {0: 2})
+        assert kill_after_a_save(stage)[-1] == start_of(stage.attempt.number, {0: 2})
     stage.now += 3601
     for _ in range(10):
         kill_after_a_save(stage)
@@ -440,20 +446,20 @@ def test_a_host_that_was_dismissed_twice_may_not_join_for_an_hour():
     """Its platform starts it again and again: each time the ranks save, and an attempt fails."""
     stage = nodes(1, 2, 1)
     for number in (1, 2):
-        assert not stage.state.dismissals.are_too_many(f"host-{number}", stage.now)
+        assert not stage.state.nodes.dismissals.are_too_many(f"host-{number}", stage.now)
         stage.state_machine.node_joined(Node(number, "bad-host", ONE), stage.now)
         stage.state_machine.node_failed(
             number, NodeFailed(None, LauncherFailure.IMPORT, "exited while importing"), stage.now
         )
-        assert stage.state.dismissals.are_too_many("bad-host", stage.now) is (number == 2)
+        assert stage.state.nodes.dismissals.are_too_many("bad-host", stage.now) is (number == 2)
         stage.tick(60.0)
 
-    assert not stage.state.dismissals.are_too_many("host-0", stage.now)
+    assert not stage.state.nodes.dismissals.are_too_many("host-0", stage.now)
 
     # A successor of the coordinator remembers it, too.
     new = Stage(inherited=decode(encode(stage.state_machine.coordinator_state(stage.now))), now=5.0)
-    assert new.state.dismissals.are_too_many("bad-host", 5.0)
-    assert not new.state.dismissals.are_too_many("bad-host", 3600.0)
+    assert new.state.nodes.dismissals.are_too_many("bad-host", 5.0)
+    assert not new.state.nodes.dismissals.are_too_many("bad-host", 3600.0)
 
 
 def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():
@@ -569,7 +575,7 @@ def test_a_checkpoint_from_before_a_stop_request_is_not_what_it_has_saved(stage)
 def exit_unsaved(stage: Stage, step: int) -> None:
     """Both ranks exit as they were asked to, but their save of this step failed."""
     for rank in range(2):
-        message = RankExited(stage.state.attempt.number, rank, RankExit.as_asked("failed", step))
+        message = RankExited(stage.attempt.number, rank, RankExit.as_asked("failed", step))
         stage.state_machine.receive(0, message, stage.now)
     stage.tick()
 
@@ -904,7 +910,7 @@ def test_too_few_nodes_do_not_wait_for_ever():
 
 def test_no_restarts_at_all_means_none_by_the_platform_either():
     stage = nodes(2, 2, 1)
-    stage.state.settings = LauncherSettings(restart=RestartConfig(per_hour=0))
+    stage.state.facts.settings = LauncherSettings(restart=RestartConfig(per_hour=0))
     assert stage.tick(301)[-1].code == ExitCode.FAILED
 
 
@@ -1594,16 +1600,16 @@ def test_nodes_that_join_during_the_first_step_do_not_end_the_job():
     stage = nodes(1, 16, 1)
     stage.tick(3.1)
     for number in range(1, 15):
-        for node in stage.state.attempt.nodes:
-            stage.beat(starting(stage.state.attempt.ranks_on(node)[0]), node=node)
+        for node in stage.attempt.nodes:
+            stage.beat(starting(stage.attempt.ranks_on(node)[0]), node=node)
         stage.join(number)
         stage.state_machine.kill_if_nothing_to_save(stage.now)
         stage.tick()
-        assert stage.sent(Kill) == sorted(stage.state.attempt.nodes)
+        assert stage.sent(Kill) == sorted(stage.attempt.nodes)
         assert "failed" not in stage.said
         assert not stage.of(RecordEvent)
 
-        stage.ranks_gone(*stage.state.attempt.nodes)
+        stage.ranks_gone(*stage.attempt.nodes)
         stage.tick(25.0)
         assert stage.of(StartAttempt)[0].ranks_on.keys() == set(range(number + 1))
 
@@ -1745,18 +1751,18 @@ def test_strange_records_of_collectives_do_no_harm(stage):
 def test_no_wait_is_without_a_limit():
     """In every phase but the run itself, which is watched by its heartbeats, there is a deadline."""
     stage = Stage(Bounds(1, 2, 1))
-    assert stage.state.deadline < float("inf")
+    assert stage.state.status.deadline < float("inf")
     stage.tick()
     stage.state_machine.resize_requested(2, stage.now)
-    assert stage.state.status is status.JobStatus.SAVE_AND_EXIT
-    assert stage.state.deadline < float("inf")
+    assert stage.state.status.current is status.JobStatus.SAVE_AND_EXIT
+    assert stage.state.status.deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.state.status is status.JobStatus.KILL
-    assert stage.state.deadline < float("inf")
+    assert stage.state.status.current is status.JobStatus.KILL
+    assert stage.state.status.deadline < float("inf")
 
 
 def test_a_status_is_followed_only_by_one_that_the_table_allows(stage):
     with pytest.raises(AssertionError, match="JOIN cannot follow RUN"):
-        stage.state.enter(status.JobStatus.JOIN)
+        stage.state.status.enter(status.JobStatus.JOIN)
     assert set(status.TRANSITIONS) == set(status.JobStatus)
     assert not status.TRANSITIONS[status.JobStatus.OVER]
