@@ -66,7 +66,7 @@ class AttemptEnd:
 
     # ---- what calls for a decision ----
 
-    def follow_failure(self, failure: Failure, now: float, reached_timeout: bool = False) -> None:
+    def handle_failure(self, failure: Failure, now: float, reached_timeout: bool = False) -> None:
         """Follow a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks.
 
         `reached_timeout`: ranks hang, or are slow: the next attempt has more time.
@@ -94,11 +94,11 @@ class AttemptEnd:
         if self._status.current is not JobStatus.JOIN:
             self._kill_ranks(now)
 
-    def follow_last_exit(self, attempt: Attempt, now: float) -> None:
+    def handle_last_exit(self, attempt: Attempt, now: float) -> None:
         """Follow the exit of the last rank: end the job, or go on with another size or a new node."""
         # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
-            self.follow_failure(attempt.root_failure(), now)
+            self.handle_failure(attempt.root_failure(), now)
             return
 
         # The ranks were not asked to save: they have finished.
@@ -111,10 +111,10 @@ class AttemptEnd:
             lost = f"the save of step {step} failed"
             self._outbox.announce(f"{lost}; the job can only continue from {self._facts.where_to_resume}")
 
-        self.follow_request(now)
-        self._next_attempt.wait_for_nodes(now)
+        self.decide_after_request(now)
+        self._next_attempt.attempt_is_over(now)
 
-    def follow_request(self, now: float) -> None:
+    def decide_after_request(self, now: float) -> None:
         """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
         situation = self._next_attempt.situation(now)
         self._next_attempt.decide(after_request(situation, self._next_attempt.final_end))
@@ -124,13 +124,13 @@ class AttemptEnd:
         attempt = self._attempts.newest
         assert attempt is not None, "there are ranks to kill"
         attempt.had_nothing_to_save = True
-        self.follow_request(now)
+        self.decide_after_request(now)
         self._kill_ranks(now)
 
     def call_off_next_attempt(self, now: float) -> None:
         """Follow a signal that comes while no rank trains: no other attempt starts."""
         before = self._next_attempt.decided
-        self.follow_request(now)
+        self.decide_after_request(now)
 
         # A restart may have been announced.
         end = self._next_attempt.final_end
@@ -200,7 +200,7 @@ class AttemptEnd:
 
     def _go_on_if_all_are_gone(self, now: float) -> None:
         if self._status.current is JobStatus.KILL and not self._awaited:
-            self._next_attempt.wait_for_nodes(now)
+            self._next_attempt.attempt_is_over(now)
 
     @property
     def overdue_nodes(self) -> list[int]:

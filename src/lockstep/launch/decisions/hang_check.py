@@ -131,7 +131,7 @@ class HangCheck:
         self._stack_request = None
 
         if pending.kills_anyway:
-            self._attempt_end.follow_failure(self._grace_exceeded(attempt, pending.answers), now)
+            self._attempt_end.handle_failure(self._grace_exceeded(attempt, pending.answers), now)
             return
 
         # Since the request, a rank may have saved and exited.
@@ -147,7 +147,7 @@ class HangCheck:
         # Slow work may reach a timeout as well. It is no deadlock, and no rank of it is suspended or gone.
         if failure is not None:
             timed_out = failure.noticed_as(LauncherFailure.HANG) and suspicion.kind == "timeout"
-            self._attempt_end.follow_failure(failure, now, reached_timeout=timed_out)
+            self._attempt_end.handle_failure(failure, now, reached_timeout=timed_out)
             return
 
         # Long before a timeout is reached, the screen says where the ranks are.

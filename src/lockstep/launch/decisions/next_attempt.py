@@ -107,7 +107,7 @@ class NextAttempt:
 
     # ---- waiting for nodes ----
 
-    def wait_for_nodes(self, now: float) -> None:
+    def attempt_is_over(self, now: float) -> None:
         """Enter JOIN after an attempt: end the job if that is decided, or start the next one.
 
         If more nodes may join, the next attempt starts a little later (`JobNodes.ready_at`).

@@ -58,9 +58,9 @@ class RankExits:
             self._save_requests.rank_exited_as_asked(now)
 
         if attempt.all_exited:
-            self._attempt_end.follow_last_exit(attempt, now)
+            self._attempt_end.handle_last_exit(attempt, now)
         elif now >= self.due:
-            self.follow_root_failure_if_sure(now)
+            self.handle_root_failure_if_sure(now)
 
     @property
     def due(self) -> float:
@@ -68,13 +68,13 @@ class RankExits:
         attempt = self._attempts.active
         return math.inf if attempt is None else attempt.choose_root_at
 
-    def follow_root_failure_if_sure(self, now: float) -> None:
+    def handle_root_failure_if_sure(self, now: float) -> None:
         """Follow the failure of the rank that failed first, unless another cause may show: `tick` calls this again."""
         attempt = self._attempts.newest
         assert attempt is not None
 
         if not self._node_may_be_lost(attempt, now) and not self._commit_is_near(attempt, now):
-            self._attempt_end.follow_failure(attempt.root_failure(), now)
+            self._attempt_end.handle_failure(attempt.root_failure(), now)
 
     def _node_may_be_lost(self, attempt: Attempt, now: float) -> bool:
         """Return whether a node has gone quiet, whose loss may have caused the exception of a rank.

@@ -97,7 +97,7 @@ class JobStateMachine:
             next_attempt.decide(End(last.ending, "that was decided before the coordinator was lost"))
 
         if last.preempt_signal:
-            attempt_end.follow_request(now)
+            attempt_end.decide_after_request(now)
 
     def take_commands(self) -> list[Command]:
         """Return the commands that were issued since the last call, oldest first."""
@@ -191,7 +191,7 @@ class JobStateMachine:
         The attempt fails if ranks were still running there.
         """
         if number in self.nodes.joined and self.status.current is not JobStatus.OVER:
-            self._attempt_end.follow_failure(self.nodes.loss_of(number, why), now)
+            self._attempt_end.handle_failure(self.nodes.loss_of(number, why), now)
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
@@ -205,7 +205,7 @@ class JobStateMachine:
             self._attempt_end.announce_failure(failure, f"not restarted: {end.reason}")
             return
 
-        self._attempt_end.follow_failure(failure, now)
+        self._attempt_end.handle_failure(failure, now)
         if isinstance(self._next_attempt.decided, Restart):
             self._next_attempt.announce_missing(now)
 
@@ -227,7 +227,7 @@ class JobStateMachine:
         if had_ranks or message.what is LauncherFailure.IMPORT:
             host = self.nodes.joined[node].host
             failure = Failure.by_launcher(message.what, message.why, host=host, node=node, for_user=message.for_user)
-            self._attempt_end.follow_failure(failure, now)
+            self._attempt_end.handle_failure(failure, now)
 
     # ---- heartbeats and hangs ----
 
@@ -304,7 +304,7 @@ class JobStateMachine:
         # A rank that has failed explains everything else, so nothing else is looked at, even while `RankExits` waits
         # for an earlier failure.
         if now >= self._rank_exits.due:
-            self._rank_exits.follow_root_failure_if_sure(now)
+            self._rank_exits.handle_root_failure_if_sure(now)
             return
 
         # Then the stacks of ranks that stall. They come before the deadline, which may be what they were collected for.
@@ -320,7 +320,7 @@ class JobStateMachine:
         attempt = self.attempts.newest
         match self.status.current:
             case JobStatus.SAVE_AND_EXIT if attempt is not None and attempt.has_failed:
-                self._attempt_end.follow_failure(attempt.root_failure(), now)
+                self._attempt_end.handle_failure(attempt.root_failure(), now)
 
             case JobStatus.SAVE_AND_EXIT:
                 self._hang_check.grace_is_over(now)

@@ -17,8 +17,7 @@ from lockstep.launch import election
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm, NextStep
-from lockstep.launch.nodes.search import Search
+from lockstep.launch.nodes.search import CoordinatorRole, JoinedTerm, NextStep, Search
 from lockstep.launch.terminal import print_line, shares_log
 from lockstep.launch.times import HEARTBEAT_S, LOOP_S
 from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, local_address

@@ -10,13 +10,13 @@ import math
 import socket
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch import election
 from lockstep.launch.election import CounterWatch, Lease, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Job, parse_address
-from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm, NextStep
 from lockstep.launch.terminal import print_line, shares_log
 from lockstep.launch.times import DELIVER_S, JOIN_S, LOST_AFTER_S, NO_ANSWER_S, STAGGER_S, within_last_hour
 from lockstep.launch.wire.connections import (
@@ -28,7 +28,7 @@ from lockstep.launch.wire.connections import (
     listen_at,
     reach,
 )
-from lockstep.launch.wire.messages import JobEnd
+from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.run_folder.locks import break_locks, hold
 from lockstep.run_folder.names import EVENTS
 from lockstep.run_folder.start_from import hold_for_new_job
@@ -42,6 +42,31 @@ GONE_S = 3.0
 
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
+
+
+@dataclass(frozen=True)
+class JoinedTerm:
+    """What a node knows about the term in which it last belonged to the job."""
+
+    term: Term
+    number: int  # the node's number in that term
+    state: CoordinatorState  # the last one that was received
+    local_address: str  # this machine's address on the connection to the coordinator
+
+
+@dataclass
+class CoordinatorRole:
+    """What a node needs to coordinate: a listening socket, its term, and the state of the previous coordinator."""
+
+    resources: ExitStack  # holds the run folder and the listening socket until it is closed
+    listener: socket.socket
+    lease: Lease
+    inherited: CoordinatorState | None = None
+    failure: Failure | None = None  # the loss of the previous coordinator
+
+
+# The next step of a node: it follows the coordinator at the other end of a connection, or coordinates, or ends.
+NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class Search:

@@ -11,8 +11,7 @@ from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
 from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome, received
-from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm
-from lockstep.launch.nodes.search import Search
+from lockstep.launch.nodes.search import CoordinatorRole, JoinedTerm, Search
 from lockstep.launch.wire.connections import ConnectionLost, Garbled
 from lockstep.launch.wire.messages import (
     CoordinatorState,

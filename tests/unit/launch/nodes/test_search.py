@@ -11,8 +11,7 @@ from lockstep.launch import election
 from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import search as module
-from lockstep.launch.nodes.roles import JoinedTerm
-from lockstep.launch.nodes.search import GONE_S, MAX_RECONNECTS, Search
+from lockstep.launch.nodes.search import GONE_S, MAX_RECONNECTS, JoinedTerm, Search
 from lockstep.launch.times import DELIVER_S, HOUR_S, LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.handshake import Secret
