@@ -28,8 +28,7 @@ from lockstep.launch.failure import RankExit
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes.roles import CoordinatorRole, JoinedTerm
-from lockstep.launch.nodes.search import SEARCH_RETRY_S, Search
+from lockstep.launch.nodes.search import SEARCH_RETRY_S, CoordinatorRole, JoinedTerm, Search
 from lockstep.launch.times import LOST_AFTER_S, STAGGER_S
 from lockstep.launch.wire.connections import (
     Connection,

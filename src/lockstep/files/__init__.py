@@ -57,6 +57,25 @@ def write(path: Path, text: str) -> None:
         temporary.write_text(text)
 
 
+def create_once(path: Path, data: bytes, mode: int = 0o666) -> bool:
+    """Create a file that appears complete or not at all. Return False if the path exists already.
+
+    If several processes try at once, on several machines too, only one of them creates it: a link is made once.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+
+    return True
+
+
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a file for reading. Raise OSError for a pipe or a device, which might wait, or go on, forever."""
     # O_NONBLOCK: opening a pipe must not wait for a writer. For a regular file it means nothing.

@@ -148,7 +148,7 @@ class Coordinator:
         from_nodes = self._hub.poll(now)
 
         # One look at the disk, which may take long to answer. Waiting for it does not count as being halted.
-        if self._must_look(messages, from_nodes, now):
+        if self._must_refresh(messages, from_nodes, now):
             self._send_heartbeat()
             self._watch.refresh()
             now = time.monotonic()
@@ -192,12 +192,12 @@ class Coordinator:
             self._heartbeat_due = now + HEARTBEAT_S
             self._send_to_nodes(self.coordinator_state)
 
-    def _must_look(
+    def _must_refresh(
         self, messages: list[ToCoordinator], from_nodes: list[tuple[int, Message | ConnectionLost]], now: float
     ) -> bool:
-        """Return whether to look at the disk now: the thread has looked within the last second, if the disk answers.
+        """Return whether a decision may follow, which must not depend on what the disk showed up to a second ago.
 
-        A decision may follow, if anything but heartbeats has arrived or something is due; or this process was halted.
+        That is so if anything but heartbeats has arrived, if something is due, or if this process was halted.
         """
         arrived = [*messages, *(message for _, message in from_nodes)]
         news = any(not isinstance(message, NodeHeartbeat) for message in arrived) or self._signals
@@ -282,10 +282,9 @@ class Coordinator:
         lease = self._lease
         assert lease is not None, "on a single node no other can join"
 
-        # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
-        state_machine = self._state_machine
-        # In the message of a node that has not joined before, the number is COORDINATOR.
-        nodes = state_machine.nodes
+        # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself. In
+        # the message of a node that has not joined before, the number is COORDINATOR.
+        state_machine, nodes = self._state_machine, self._state_machine.nodes
         had_number = hello.number != COORDINATOR and hello.term == lease.term.number
         returns = had_number and hello.number in nodes.joined
 

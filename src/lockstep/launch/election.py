@@ -3,7 +3,7 @@
     .coordinator-3      the term file of term 3: a counter, then the host and address of the coordinator
     .cut-off-3-2        node 2 cannot reach the coordinator of term 3, although its counter grows
 
-To begin a term, a node creates the next term's file; the link succeeds for only one node. The node then removes the
+To begin a term, a node creates the next term's file; of several nodes that try, only one succeeds. It then removes the
 files of earlier terms. A coordinator whose term file is gone has been superseded: the coordinator and its rank 0 check
 this once a second, and end. All nodes of a job share the run folder, so the term files alone decide which node may
 train there.
@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import re
-import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,18 +176,10 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> Lease |
     if any(other >= number for other in numbers) or (after is not None and after not in numbers):
         return None
 
-    # A link is created once, complete with its contents, on network file systems too.
-    draft = run / f".coordinator.{secrets.token_hex(4)}.tmp"
+    # This succeeds on one node only.
     path = _term_path(run, number)
-    draft.write_bytes(_digits(0) + json.dumps({"host": host, "address": address}).encode())
-
-    # The link succeeds on one node only.
-    try:
-        os.link(draft, path)
-    except FileExistsError:
+    if not files.create_once(path, _digits(0) + json.dumps({"host": host, "address": address}).encode()):
         return None
-    finally:
-        draft.unlink(missing_ok=True)
 
     # Since the first look, the job may have ended, or a newer term may have begun.
     numbers = _term_numbers(run)

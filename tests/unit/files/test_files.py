@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,18 @@ class Whole:
     parts: list[Part]
     texts: dict[int, str]
     anything: dict
+
+
+def test_only_one_of_many_creates_a_file(tmp_path):
+    path = tmp_path / "owner"
+    with ThreadPoolExecutor(8) as pool:
+        texts = [f"number {number}\n" * 1000 for number in range(40)]
+        created = list(pool.map(lambda text: files.create_once(path, text.encode(), mode=0o600), texts))
+
+    assert created.count(True) == 1
+    assert path.read_text() == texts[created.index(True)]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]  # no draft is left
 
 
 def test_a_file_replaces_the_one_before_and_leaves_nothing_else(tmp_path):

@@ -277,7 +277,7 @@ def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(coordinator, "_heartbeat_due", clock[0])
     monkeypatch.setattr(coordinator._watch, "refresh", lambda: hold_up("disk"))
-    monkeypatch.setattr(coordinator, "_must_look", lambda *arguments: True)
+    monkeypatch.setattr(coordinator, "_must_refresh", lambda *arguments: True)
     monkeypatch.setattr(coordinator, "_send_to_nodes", lambda message: happened.append("heartbeat"))
     monkeypatch.setattr(coordinator, "_carry_out", lambda command: hold_up("stacks"))
     monkeypatch.setattr(coordinator._state_machine, "take_commands", lambda: ["collect"])

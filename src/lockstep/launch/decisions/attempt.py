@@ -45,9 +45,9 @@ class Attempt:
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
 
-        # The lowest step that the newest checkpoint has had since then, None for no checkpoint: one that is damaged is
-        # set aside, and ranks then start from the one before it.
-        self._lowest_newest = started_from
+        # The lowest step from which the ranks may have started, None for the beginning: if the newest checkpoint is
+        # damaged, it is set aside, and they start from the one before it.
+        self._lowest_start = started_from
 
         # The nodes that have not confirmed yet that they start their ranks, and the deadline for that.
         self.awaiting_start: set[int] = set()
@@ -114,8 +114,8 @@ class Attempt:
 
     def note_newest_step(self, newest_step: int | None) -> None:
         """Note the step of the newest checkpoint now; None if there is none."""
-        if self._lowest_newest is not None and (newest_step is None or newest_step < self._lowest_newest):
-            self._lowest_newest = newest_step
+        if self._lowest_start is not None and (newest_step is None or newest_step < self._lowest_start):
+            self._lowest_start = newest_step
 
     def has_saved(self, newest_step: int | None) -> bool:
         """Return whether this attempt is known to have saved the newest checkpoint, which has this step."""
@@ -123,7 +123,7 @@ class Attempt:
             return False
 
         # Ranks that were asked to exit have saved, perhaps at the very step that they started from.
-        is_later = self._lowest_newest is None or newest_step > self._lowest_newest
+        is_later = self._lowest_start is None or newest_step > self._lowest_start
         return is_later or self.save_outcome == "saved"
 
     def facts(self, newest_step: int | None) -> AttemptFacts:
@@ -206,7 +206,7 @@ class Attempts:
         return self.active if self.active is not None and not self.active.has_failed else None
 
     @property
-    def save_and_exit(self) -> bool:
+    def asked_to_save(self) -> bool:
         """Whether the ranks that run were asked to save and exit."""
         return self._status.current is JobStatus.SAVE_AND_EXIT
 

@@ -21,7 +21,6 @@ from lockstep.launch.decisions.recovery import (
     End,
     EndPreempted,
     NodeLoss,
-    NodeSituation,
     Restart,
     UndoResize,
     after_failure,
@@ -67,12 +66,13 @@ class AttemptEnd:
     # ---- what calls for a decision ----
 
     def handle_failure(self, failure: Failure, now: float, reached_timeout: bool = False) -> None:
-        """Follow a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks.
+        """Act on a failure: go on without its node, or end the attempt, announce what follows, and kill all ranks.
 
         `reached_timeout`: ranks hang, or are slow: the next attempt has more time.
         """
         # First the node. If no rank ran there, the job goes on; otherwise its loss is the failure of the attempt.
-        loss = node_loss(failure, self._node_situation(failure.node))
+        in_job, can_be_spared = failure.node in self._nodes.joined, self._nodes.can_spare(failure.node)
+        loss = node_loss(failure, in_job, can_be_spared)
         if loss is not None:
             failure = self._lose_node(failure, loss, now)
             if not self._has_running_ranks(failure.node):
@@ -95,7 +95,7 @@ class AttemptEnd:
             self._kill_ranks(now)
 
     def handle_last_exit(self, attempt: Attempt, now: float) -> None:
-        """Follow the exit of the last rank: end the job, or go on with another size or a new node."""
+        """Act on the exit of the last rank: end the job, or go on with another size or a new node."""
         # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
             self.handle_failure(attempt.root_failure(), now)
@@ -128,7 +128,7 @@ class AttemptEnd:
         self._kill_ranks(now)
 
     def call_off_next_attempt(self, now: float) -> None:
-        """Follow a signal that comes while no rank trains: no other attempt starts."""
+        """Act on a signal that comes while no rank trains: no other attempt starts."""
         before = self._next_attempt.decided
         self.decide_after_request(now)
 
@@ -144,17 +144,13 @@ class AttemptEnd:
 
     # ---- a node fewer ----
 
-    def _node_situation(self, node: int | None) -> NodeSituation:
-        """Return what decides whether the job loses this node. None: the failure is not that of a node."""
-        return NodeSituation(in_job=node in self._nodes.joined, can_be_spared=self._nodes.can_spare(node))
-
     def _lose_node(self, failure: Failure, loss: NodeLoss, now: float) -> Failure:
         """Remove the node that has failed from the job. Return its loss as a failure."""
         nodes, node = self._nodes, failure.node
         assert node is not None
 
         # A launcher that is dismissed gets the failure, and ends: that closes its connection.
-        if loss.dismissed:
+        if loss == "dismissed":
             self._outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
             nodes.dismissals.count(nodes.joined[node].host, now)
             failure = nodes.loss_of(node, failure.message)

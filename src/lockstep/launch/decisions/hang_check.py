@@ -141,7 +141,7 @@ class HangCheck:
         # The ranks do not hang if one of them has advanced in the meantime, or is compiling.
         suspicion, watchdog = pending.suspicion, attempt.watchdog
         assert suspicion is not None
-        saves = self._attempts.save_and_exit
+        saves = self._attempts.asked_to_save
         failure = watchdog.verdict(suspicion, pending.answers, saves_may_take_long=saves)
 
         # Slow work may reach a timeout as well. It is no deadlock, and no rank of it is suspended or gone.

@@ -69,7 +69,7 @@ class RankExits:
         return math.inf if attempt is None else attempt.choose_root_at
 
     def handle_root_failure_if_sure(self, now: float) -> None:
-        """Follow the failure of the rank that failed first, unless another cause may show: `tick` calls this again."""
+        """Handle the root failure, unless another cause may still show: `tick` then calls this again."""
         attempt = self._attempts.newest
         assert attempt is not None
 

@@ -14,6 +14,7 @@ All rules by which a job loses a node, restarts or ends are here, in functions o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lockstep.errors import ExitCode, Preempted
 from lockstep.launch.failure import Failure, LauncherFailure, SaveOutcome
@@ -58,25 +59,8 @@ class End:
 Decision = Restart | Continue | UndoResize | EndPreempted | End
 
 
-# ---- before them: a node is lost at once ----
-
-
-@dataclass(frozen=True)
-class NodeLoss:
-    """The job loses the node that has failed.
-
-    `dismissed`: its launcher ends. It would join again, and fail again.
-    """
-
-    dismissed: bool = False
-
-
-@dataclass(frozen=True)
-class NodeSituation:
-    """The state of the node that has failed."""
-
-    in_job: bool  # it still belongs to the job
-    can_be_spared: bool  # the job could go on without it
+# Before them: how the job loses a node at once. A dismissed one would join again, and fail again, so its launcher ends.
+NodeLoss = Literal["lost", "dismissed"]
 
 
 # ---- what the decisions depend on ----
@@ -115,15 +99,18 @@ class Situation:
 # ---- the rules ----
 
 
-def node_loss(failure: Failure, node: NodeSituation) -> NodeLoss | None:
-    """Return how the job loses the node that has failed; None if it keeps all its nodes."""
+def node_loss(failure: Failure, in_job: bool, can_be_spared: bool) -> NodeLoss | None:
+    """Return how the job loses the node that has failed; None if it keeps all its nodes.
+
+    `in_job`: the node still belongs to the job. `can_be_spared`: the job could go on without it.
+    """
     # A lost node sends nothing more.
-    if failure.noticed_as(LauncherFailure.NODE) and node.in_job:
-        return NodeLoss()
+    if failure.noticed_as(LauncherFailure.NODE) and in_job:
+        return "lost"
 
     # A node that cannot run its ranks would only fail again.
-    if failure.traits.dismisses_node and node.can_be_spared:
-        return NodeLoss(dismissed=True)
+    if failure.traits.dismisses_node and can_be_spared:
+        return "dismissed"
 
     return None
 

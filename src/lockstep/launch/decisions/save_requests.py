@@ -144,7 +144,7 @@ class SaveRequests:
     def rank_exited_as_asked(self, now: float) -> None:
         """A rank has saved and exited, so the others must follow soon. If it was not asked here, the job ends."""
         # The scheduler has signalled the ranks directly, bypassing the launcher. They do not say which signal it was.
-        if not self._attempts.save_and_exit:
+        if not self._attempts.asked_to_save:
             self.preempt_signal = "SIGTERM"
             self._await_exits(now)
 
@@ -156,7 +156,7 @@ class SaveRequests:
     def nothing_to_save(self) -> bool:
         """Whether the ranks were asked to save before any of them has ended a step: they may still compile for long."""
         attempt = self._attempts.healthy
-        if not self._attempts.save_and_exit or attempt is None:
+        if not self._attempts.asked_to_save or attempt is None:
             return False
 
         return attempt.watchdog.nothing_to_save(attempt.running_ranks)

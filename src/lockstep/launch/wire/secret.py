@@ -9,9 +9,9 @@ import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 
+from lockstep import files
 from lockstep.errors import UserError
 from lockstep.runtime.rendezvous.handshake import Secret
 
@@ -46,22 +46,13 @@ def find_secret(path: Path) -> Secret:
 
 
 def _make_secret(path: Path) -> None:
-    """Make the file if there is none. Several nodes may try at once; the link succeeds for only one node."""
+    """Make the file if there is none. Several nodes may try at once: the secret of the fastest is then read by all."""
     if os.path.lexists(path):
         return
 
-    # The file appears complete, and readable by this user alone.
+    # Readable by this user alone.
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{secrets.token_hex(32)}\n")
-
-    # Another node may have been faster: then its secret is read.
-    try:
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()
+    files.create_once(path, f"{secrets.token_hex(32)}\n".encode(), mode=0o600)
 
 
 def _read_secret(path: Path) -> Secret:

@@ -11,8 +11,6 @@ from lockstep.launch.decisions.recovery import (
     Continue,
     End,
     EndPreempted,
-    NodeLoss,
-    NodeSituation,
     Restart,
     Situation,
     UndoResize,
@@ -48,9 +46,9 @@ SAVE_FAILED = "the save failed, and there is no checkpoint"
 TOO_FEW = "1 node left, and 2 needed"
 FAILED = End(JobEnd(ExitCode.FAILED, NO_IMPORT), "it would end the same way")
 ASKED = {"preempt_signal": "SIGTERM"}
-GONE = NodeSituation(in_job=False, can_be_spared=False)
-NEEDED = NodeSituation(in_job=True, can_be_spared=False)
-SPARE = NodeSituation(in_job=True, can_be_spared=True)
+GONE = {"in_job": False, "can_be_spared": False}
+NEEDED = {"in_job": True, "can_be_spared": False}
+SPARE = {"in_job": True, "can_be_spared": True}
 
 
 @pytest.mark.parametrize(
@@ -136,16 +134,16 @@ def test_a_second_ctrl_c_ends_the_job_with_the_code_of_the_first_signal():
 @pytest.mark.parametrize(
     ("failure", "node", "loss"),
     [
-        (LOST, NEEDED, NodeLoss()),
+        (LOST, NEEDED, "lost"),
         (LOST, GONE, None),
-        (NO_IMPORT, SPARE, NodeLoss(dismissed=True)),
-        (NO_SETUP, SPARE, NodeLoss(dismissed=True)),
+        (NO_IMPORT, SPARE, "dismissed"),
+        (NO_SETUP, SPARE, "dismissed"),
         (NO_SETUP, NEEDED, None),
         (KILLED, SPARE, None),
     ],
 )
 def test_which_nodes_the_job_does_without(failure, node, loss):
-    assert node_loss(failure, node) == loss
+    assert node_loss(failure, **node) == loss
 
 
 def test_how_a_job_ends_whose_nodes_are_too_few():
