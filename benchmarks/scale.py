@@ -44,8 +44,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.decisions import attempt_end, hang_check, next_attempt
-from lockstep.launch.nodes.roles import JoinedTerm
-from lockstep.launch.nodes.search import SEARCH_RETRY_S
+from lockstep.launch.nodes.search import SEARCH_RETRY_S, JoinedTerm
 from lockstep.launch.times import LOOP_S
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
