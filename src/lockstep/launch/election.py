@@ -47,19 +47,19 @@ class Term:
     address: str  # as it is typed after --join
 
 
-def newest_term(run: Path) -> Term | None:
+def newest_term(run_dir: Path) -> Term | None:
     """Return the newest term; None if there is none. Raises OSError if the folder or a term file cannot be read."""
     for _ in range(_TRIES - 1):
         with suppress(FileNotFoundError):
-            return _newest_listed(run)
+            return _newest_listed(run_dir)
 
-    return _newest_listed(run)
+    return _newest_listed(run_dir)
 
 
-def _newest_listed(run: Path) -> Term | None:
+def _newest_listed(run_dir: Path) -> Term | None:
     """Return the newest term. Raises FileNotFoundError if its file is removed while this looks."""
-    for number in sorted(_term_numbers(run), reverse=True):
-        path = _term_path(run, number)
+    for number in sorted(_term_numbers(run_dir), reverse=True):
+        path = _term_path(run_dir, number)
 
         try:
             values = json.loads(files.read_bytes(path, most=4096)[_DIGITS:])
@@ -74,32 +74,32 @@ def _newest_listed(run: Path) -> Term | None:
     return None
 
 
-def read_counter(run: Path, term: int) -> str:
+def read_counter(run_dir: Path, term: int) -> str:
     """Return the counter of a term file, which grows every second while its coordinator is alive; "" if unreadable."""
     # The file is opened each time: only then does a network file system ask its server.
-    return files.read(_term_path(run, term), most=4096)[:_DIGITS]
+    return files.read(_term_path(run_dir, term), most=4096)[:_DIGITS]
 
 
-def _term_numbers(run: Path) -> list[int]:
+def _term_numbers(run_dir: Path) -> list[int]:
     """Return the numbers of the terms that have a file. Raises OSError if the folder exists and cannot be read."""
     with suppress(FileNotFoundError):
-        matches = [_TERM_NAME.fullmatch(name) for name in os.listdir(run)]
+        matches = [_TERM_NAME.fullmatch(name) for name in os.listdir(run_dir)]
         return [int(match[1]) for match in matches if match]
 
     return []
 
 
-def _term_path(run: Path, term: int) -> Path:
-    return run / f".coordinator-{term}"
+def _term_path(run_dir: Path, term: int) -> Path:
+    return run_dir / f".coordinator-{term}"
 
 
-def folder_identity(run: Path) -> tuple[int, int] | None:
+def folder_identity(run_dir: Path) -> tuple[int, int] | None:
     """Return device and inode, which differ for another folder at the same path; None if there is no folder.
 
     Raises OSError if the disk does not say.
     """
     try:
-        found = run.stat()
+        found = run_dir.stat()
     except FileNotFoundError:
         return None
 
@@ -137,8 +137,8 @@ class TermFile:
 class Lease(TermFile):
     """The right of this node to coordinate the job for a term, and the term file, which is renewed every second."""
 
-    def __init__(self, run: Path, term: Term):
-        super().__init__(_term_path(run, term.number))
+    def __init__(self, run_dir: Path, term: Term):
+        super().__init__(_term_path(run_dir, term.number))
         self.term = term
         self._counter = 0
 
@@ -165,24 +165,24 @@ class Lease(TermFile):
             _remove_cut_off_files(self.path.parent, self.term.number)
 
 
-def begin_term(run: Path, after: int | None, host: str, address: str) -> Lease | None:
+def begin_term(run_dir: Path, after: int | None, host: str, address: str) -> Lease | None:
     """Begin term `after` + 1; if `after` is None, the term after the newest one on disk.
 
     Return None if another node has begun that term, or a later one, and if term `after` has no file any more: then
     the job has ended.
     """
-    numbers = _term_numbers(run)
+    numbers = _term_numbers(run_dir)
     number = max(numbers, default=0) + 1 if after is None else after + 1
     if any(other >= number for other in numbers) or (after is not None and after not in numbers):
         return None
 
     # This succeeds on one node only.
-    path = _term_path(run, number)
+    path = _term_path(run_dir, number)
     if not files.create_once(path, _digits(0) + json.dumps({"host": host, "address": address}).encode()):
         return None
 
     # Since the first look, the job may have ended, or a newer term may have begun.
-    numbers = _term_numbers(run)
+    numbers = _term_numbers(run_dir)
     if any(other > number for other in numbers) or (after is not None and after not in numbers):
         path.unlink(missing_ok=True)
         return None
@@ -190,20 +190,20 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> Lease |
     # Remove the files of earlier terms, which tells their coordinators that they are superseded.
     for other in numbers:
         if other < number:
-            _term_path(run, other).unlink(missing_ok=True)
+            _term_path(run_dir, other).unlink(missing_ok=True)
 
     # An earlier job in this folder may have had a term of this number.
-    _remove_cut_off_files(run, number)
+    _remove_cut_off_files(run_dir, number)
 
-    return Lease(run, Term(number, host, address))
+    return Lease(run_dir, Term(number, host, address))
 
 
-def _remove_cut_off_files(run: Path, last: int) -> None:
+def _remove_cut_off_files(run_dir: Path, last: int) -> None:
     """Remove what nodes said about the coordinators of all terms up to `last`."""
-    for name in os.listdir(run):
+    for name in os.listdir(run_dir):
         match = _CUT_OFF_NAME.fullmatch(name)
         if match and int(match[1]) <= last:
-            (run / name).unlink(missing_ok=True)
+            (run_dir / name).unlink(missing_ok=True)
 
 
 def _digits(counter: int) -> bytes:
@@ -214,22 +214,22 @@ def _digits(counter: int) -> bytes:
 # ---- on the other nodes ----
 
 
-def write_cut_off_file(run: Path, term: int, node: int) -> None:
+def write_cut_off_file(run_dir: Path, term: int, node: int) -> None:
     """Leave a file that says that this node cannot reach a live coordinator; a majority of such nodes may take over."""
     with suppress(OSError):
-        (run / f".cut-off-{term}-{node}").touch()
+        (run_dir / f".cut-off-{term}-{node}").touch()
 
 
-def remove_cut_off_file(run: Path, term: int, node: int) -> None:
+def remove_cut_off_file(run_dir: Path, term: int, node: int) -> None:
     """Take back what `write_cut_off_file` has said: this node has reached a coordinator."""
     with suppress(OSError):
-        (run / f".cut-off-{term}-{node}").unlink(missing_ok=True)
+        (run_dir / f".cut-off-{term}-{node}").unlink(missing_ok=True)
 
 
-def cut_off_nodes(run: Path, term: int) -> set[int]:
+def cut_off_nodes(run_dir: Path, term: int) -> set[int]:
     """Return the nodes that cannot reach the coordinator of this term."""
     with suppress(OSError):
-        matches = [_CUT_OFF_NAME.fullmatch(name) for name in os.listdir(run)]
+        matches = [_CUT_OFF_NAME.fullmatch(name) for name in os.listdir(run_dir)]
         return {int(match[2]) for match in matches if match and int(match[1]) == term}
 
     return set()

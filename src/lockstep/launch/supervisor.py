@@ -31,12 +31,12 @@ def supervise(job: Job) -> Outcome:
     if job.join is not None or job.nproc.most > 1:
         check_interfaces(os.environ, parse_address(job.addresses[0])[0] if job.join is not None else None)
 
-    name = job.host or socket.gethostname()
+    host = job.host or socket.gethostname()
     with collect_signals() as signals:
         if job.join is not None:
-            return run_node(job, name, signals)
+            return run_node(job, host, signals)
 
-        with hold_for_new_job(job.run_dir, job.goes_back_to), closing(Agent(job, name)) as agent:
+        with hold_for_new_job(job.run_dir, job.goes_back_to), closing(Agent(job, host)) as agent:
             ending = Coordinator(job, agent, signals).run()
             assert ending is not None, "only a job on several nodes can be taken over"
             return Outcome(ending, ended_here=True)

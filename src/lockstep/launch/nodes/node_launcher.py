@@ -45,22 +45,22 @@ class Outcome(NamedTuple):
     ended_here: bool  # whether this node coordinated the job when it ended
 
 
-def run_node(job: Job, name: str, signals: list[str]) -> Outcome:
+def run_node(job: Job, host: str, signals: list[str]) -> Outcome:
     """Run the launcher of this node until the job ends."""
     # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
     if not job.run_dir_was_chosen:
         prepare(job.run_dir)
 
-    return NodeLauncher(job, name, signals, find_secret(job.secret_path)).run()
+    return NodeLauncher(job, host, signals, find_secret(job.secret_path)).run()
 
 
 class NodeLauncher:
     """The launcher of one node of a job on several nodes."""
 
-    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
+    def __init__(self, job: Job, host: str, signals: list[str], secret: Secret):
         # The job as this node's command describes it, until a coordinator has welcomed the node.
         self._job = job
-        self._name = name
+        self._host = host
         self._signals = signals
         self._secret = secret
         self._agent: Agent | None = None
@@ -71,7 +71,7 @@ class NodeLauncher:
         # The signals that were sent to the coordinator, until its state shows that the job saves and exits.
         self._sent_signals: list[str] = []
 
-        self._search = Search(job, name, signals, secret)
+        self._search = Search(job, host, signals, secret)
         self._ended_here = False
 
     def run(self) -> Outcome:
@@ -95,7 +95,7 @@ class NodeLauncher:
         """Coordinate the job until it ends, or until another node has taken over."""
         term = role.lease.term
         if self._agent is None:
-            self._agent = Agent(self._job, self._name, self._secret)
+            self._agent = Agent(self._job, self._host, self._secret)
 
         # Rank 0 watches this file: it ends if another node takes over.
         self._agent.term_file = role.lease.path
@@ -160,7 +160,7 @@ class NodeLauncher:
     def _join(self, connection: Connection) -> list[ToNode]:
         """Join the job and adopt the coordinator's run folder. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
-        hello = Hello(self._name, nproc, self._job.identity)
+        hello = Hello(self._host, nproc, self._job.identity)
         # A node that returns says who it was, so that the coordinator closes its old connection.
         last = self._joined
         if last:
@@ -205,7 +205,7 @@ class NodeLauncher:
             self._agent = None
 
         self._job = job
-        self._agent = self._agent or Agent(job, self._name, self._secret)
+        self._agent = self._agent or Agent(job, self._host, self._secret)
 
         # The job saves and exits already. A signal from before would count as a second Ctrl-C.
         if state.preempt_signal:

@@ -72,9 +72,9 @@ NextStep = Connection | CoordinatorRole | JobEnd
 class Search:
     """Finds the coordinator of one node: when the node starts, and whenever it has lost the coordinator."""
 
-    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
+    def __init__(self, job: Job, host: str, signals: list[str], secret: Secret):
         self._job = job
-        self._name = name
+        self._host = host
         self._signals = signals
         self._secret = secret
         self._addresses = job.addresses
@@ -248,7 +248,7 @@ class Search:
     def _try_term(self, after: int | None, listener: socket.socket) -> Lease | None:
         """Begin a term. Return None if another node was faster, or if the run folder cannot be written."""
         try:
-            return election.begin_term(self._job.run_dir, after, self._name, address_of(listener))
+            return election.begin_term(self._job.run_dir, after, self._host, address_of(listener))
         except OSError as error:
             self._last_problem = error.strerror or str(error)
             return None
@@ -368,7 +368,7 @@ class Search:
             break_locks(run_dir)
             resources.enter_context(hold(run_dir))
 
-            text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
+            text = f"{self._host} takes over from {term.host} ({term.address}): {why}"
             failure = Failure.by_launcher(LauncherFailure.NODE, text, host=term.host)
             return CoordinatorRole(resources.pop_all(), listener, lease, last.state, failure)
 
@@ -391,7 +391,7 @@ class Search:
         print_line(f"lockstep: {text}. To resume, if it has not finished: {self._job.resume_command}")
 
         # If the job is to be started again, this node must be there. A job that has finished has nothing left to do.
-        return JobEnd(ExitCode.RESTART, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))
+        return JobEnd(ExitCode.RESTART, Failure.by_launcher(LauncherFailure.NODE, text, host=self._host))
 
     def end_alone(self, problem: str, code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over. `problem` is a whole sentence."""
@@ -399,4 +399,4 @@ class Search:
 
         everywhere = "" if shares_log() else ", on every node"
         print_line(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
-        return JobEnd(code, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))
+        return JobEnd(code, Failure.by_launcher(LauncherFailure.NODE, text, host=self._host))
