@@ -8,7 +8,7 @@ error that came first and not its consequences.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
@@ -127,10 +127,6 @@ class Failure:
         traits = TRAITS.get(kind, FailureTraits())
         now = time.time() if when is None else when
         return cls(rank, host, now, kind, message, origin="launcher", traits=traits, **details)
-
-    def as_kind(self, kind: LauncherFailure) -> Failure:
-        """Return the same failure as one of another kind, with the traits of that kind."""
-        return replace(self, kind=kind, traits=TRAITS.get(kind, FailureTraits()))
 
     def noticed_as(self, kind: LauncherFailure) -> bool:
         """Return whether this is a failure of this kind, which only the launcher notices."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.job_nodes import JobNodes
 from lockstep.launch.decisions.recovery import AttemptFacts
 from lockstep.launch.decisions.status import ACTIVE, CurrentStatus, JobStatus
@@ -73,11 +72,6 @@ class Attempt:
     @property
     def all_exited(self) -> bool:
         return len(self.exits) == len(self.ranks)
-
-    @property
-    def start_command(self) -> StartAttempt:
-        """The command that starts the ranks on all nodes."""
-        return StartAttempt(self.number, dict(self._ranks_on))
 
     def ranks_on(self, node: int) -> range:
         """Return the ranks of a node; none for a node that is not part of this attempt."""

@@ -6,7 +6,7 @@ import math
 
 from lockstep.errors import plural
 from lockstep.launch.decisions.attempt import Attempt, Attempts
-from lockstep.launch.decisions.commands import Outbox
+from lockstep.launch.decisions.commands import Outbox, StartAttempt
 from lockstep.launch.decisions.job_facts import JobFacts
 from lockstep.launch.decisions.job_nodes import JobNodes
 from lockstep.launch.decisions.recovery import (
@@ -224,4 +224,4 @@ class NextAttempt:
             self._outbox.record_event("restart", attempt=number, ranks=nodes.world_size, step=attempt.started_from)
 
         self.decided = None
-        self._outbox.put(attempt.start_command)
+        self._outbox.put(StartAttempt(number, {node: attempt.ranks_on(node) for node in counts}))

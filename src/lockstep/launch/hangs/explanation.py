@@ -93,9 +93,14 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     elif suspicion.remedy:
         detail.append(suspicion.remedy)
 
+    # Ranks that took too long to save are a case of their own, whatever their collectives show.
+    kind = LauncherFailure.DEADLOCK if evidence.is_deadlock else LauncherFailure.HANG
+    if suspicion.kind == "grace exceeded":
+        kind = LauncherFailure.GRACE_EXCEEDED
+
     who = _who_is_ahead(suspicion, evidence) or _who(suspicion, awaited)
     return Failure.by_launcher(
-        LauncherFailure.DEADLOCK if evidence.is_deadlock else LauncherFailure.HANG,
+        kind,
         f"{suspicion.reason}; {who}",
         named.rank,
         named.host,

@@ -218,7 +218,7 @@ class Watchdog:
             return Failure.by_launcher(LauncherFailure.GRACE_EXCEEDED, reason, first, left[first])
 
         suspicion = Suspicion("grace exceeded", reason, awaited_ranks(views), {view.rank: view for view in views})
-        return explain(suspicion, _evidence(suspicion, answers)).as_kind(LauncherFailure.GRACE_EXCEEDED)
+        return explain(suspicion, _evidence(suspicion, answers))
 
     def _is_compiling(self, suspicion: Suspicion, answers: Answers) -> bool:
         """Return whether a rank is compiling, which is not a hang.
