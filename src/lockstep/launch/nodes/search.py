@@ -178,7 +178,12 @@ class Search:
         if listener or not is_taken(self._addresses[0]):
             self._last_not_taken = now
         elif vacant and now - self._last_not_taken > NO_ANSWER_S:
-            raise self._port_is_taken()
+            # A node of an earlier job that ends slowly may listen there: another try makes sense.
+            raise PeersMissing(
+                f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
+                f"no launcher of this job answered there within {NO_ANSWER_S:.0f} s",
+                "use a free port, the same on all nodes",
+            )
 
     def _other_addresses(self, listener: socket.socket | None, term: Term | None) -> list[str]:
         """Return where a coordinator may listen, without the address that this node has bound itself."""
@@ -189,15 +194,6 @@ class Search:
             addresses.append(term.address)
 
         return addresses
-
-    def _port_is_taken(self) -> PeersMissing:
-        """Return the error for a port that another program has."""
-        # A node of an earlier job that ends slowly may listen there: another try makes sense.
-        return PeersMissing(
-            f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
-            f"no launcher of this job answered there within {NO_ANSWER_S:.0f} s",
-            "use a free port, the same on all nodes",
-        )
 
     def _claim_first(self) -> socket.socket | None:
         """Bind the first address of --join, if it is this machine's."""
@@ -285,9 +281,10 @@ class Search:
             elif next_step := self._look_at_term(term, last, watch, now, why):
                 return next_step
 
-            # Checked last: a successor that can be joined soon gets the signal, and ends the job on all nodes.
-            may_join = term is not None and self._may_join(term, last, watch, now) and now - began < DELIVER_S
-            if self._signals and not may_join:
+            # Checked last: a successor that can be joined soon gets the signal, and ends the job on all nodes. If its
+            # counter stands still, it is lost as well.
+            has_successor = term is not None and term.number > last.term.number and watch.still_for(now) < LOST_AFTER_S
+            if self._signals and not (has_successor and now - began < DELIVER_S):
                 return self._end_on_signal()
 
             time.sleep(SEARCH_RETRY_S)
@@ -296,10 +293,6 @@ class Search:
         minutes = f"{JOIN_S / 60:.0f} minutes"
         lost = f"the connection to {last.term.address} was lost: {why}"
         return self.end_alone(f"no coordinating node could be reached within {minutes} ({lost})")
-
-    def _may_join(self, term: Term, last: JoinedTerm, watch: TakeoverWatch, now: float) -> bool:
-        """Return whether the term is that of a successor. One whose counter stands still is lost as well."""
-        return term.number > last.term.number and watch.still_for(now) < LOST_AFTER_S
 
     def _look_at_term(
         self, term: Term, last: JoinedTerm, watch: TakeoverWatch, now: float, why: str
