@@ -283,7 +283,7 @@ class Team:
 
         # Other ranks fail because they lost the first one; its own report may still be on its way.
         time.sleep(0.3)
-        if first := rank_record.first_failure(self._folder / "attempt"):
+        if first := rank_record.root_failure(self._folder / "attempt"):
             text = first.message if first.for_user else first.text()
             return RanksEnded(f"rank {first.rank} of {self.world} failed", text, "fix that, and measure again")
 

@@ -199,7 +199,7 @@ class Runner:
 
 
 def _failure(ended: RunningTrial) -> Failure | None:
-    """Return the first failure that a rank recorded; ranks that only lost a peer fail later."""
+    """Return the failure that explains why the trial ended; None if it did not fail."""
     if not any(ended.codes.values()):
         return None
 
@@ -207,7 +207,7 @@ def _failure(ended: RunningTrial) -> Failure | None:
         text = f"still running after {time.monotonic() - ended.began:.0f} s"
         return Failure.by_launcher(LauncherFailure.HANG, text, 0, "localhost", cause="hang")
 
-    if recorded := rank_record.first_failure(ended.folder / "attempt"):
+    if recorded := rank_record.root_failure(ended.folder / "attempt"):
         return recorded
 
     # A rank that was killed, or called os._exit, recorded nothing.

@@ -92,7 +92,7 @@ def exists(folder: Path, rank: int) -> bool:
     return attempt_folder.exit_record(folder, rank).exists()
 
 
-def first_failure(folder: Path) -> Failure | None:
+def root_failure(folder: Path) -> Failure | None:
     """Return the failure of this folder's ranks that explains the others. An error for the user comes before others."""
     ends = [_parse(path) for path in folder.glob(attempt_folder.exit_record(folder, "*").name)]
     failures = [end.failure for end in ends if end is not None and end.failure is not None]

@@ -112,17 +112,17 @@ def test_the_line_that_raised_is_the_users(tmp_path, monkeypatch):
 
 
 def test_the_first_record_of_a_folder_is_an_error_for_the_user_if_there_is_one(tmp_path):
-    assert rank_record.first_failure(tmp_path) is None
+    assert rank_record.root_failure(tmp_path) is None
     for rank, when, for_user in [(0, 2.0, False), (1, 1.0, False), (2, 3.0, True)]:
         rank_record.write(tmp_path, rank, RankExit(1, Failure(rank, "h", when, "E", "m", for_user=for_user)))
-    assert rank_record.first_failure(tmp_path).rank == 2
+    assert rank_record.root_failure(tmp_path).rank == 2
     (tmp_path / "rank-2.json").write_text("")  # a rank that was killed while it wrote
-    assert rank_record.first_failure(tmp_path).rank == 1
+    assert rank_record.root_failure(tmp_path).rank == 1
 
     # One that only reports the loss of another rank explains nothing, however early it came.
     lost = Failure(3, "h", 0.5, "DistStoreError", "timed out", lost_peer="yes")
     rank_record.write(tmp_path, 3, RankExit(1, lost))
-    assert rank_record.first_failure(tmp_path).rank == 1
+    assert rank_record.root_failure(tmp_path).rank == 1
 
 
 @pytest.mark.parametrize("fails", ["in the context", "while the run is opened", "in its body"])
@@ -132,7 +132,7 @@ def test_a_failure_is_on_disk_before_the_process_group_is_left(tmp_path, monkeyp
     attempt.mkdir()
     monkeypatch.setenv(ATTEMPT_FOLDER, str(attempt))
     recorded = []
-    monkeypatch.setattr(context.Collectives, "pause", lambda self: recorded.append(rank_record.first_failure(attempt)))
+    monkeypatch.setattr(context.Collectives, "pause", lambda self: recorded.append(rank_record.root_failure(attempt)))
 
     def fail(*arguments):
         raise ValueError("the cause")
@@ -146,4 +146,4 @@ def test_a_failure_is_on_disk_before_the_process_group_is_left(tmp_path, monkeyp
     with pytest.raises(ValueError, match="the cause"), api.running(resolved, "test"):
         fail()
     assert [failure.message for failure in recorded] == ["the cause"]
-    assert rank_record.first_failure(attempt) is None
+    assert rank_record.root_failure(attempt) is None

@@ -54,7 +54,7 @@ def forked(
         changes += client.poll()
         time.sleep(0.01)
     alive = client.alive
-    failure = rank_record.first_failure(folder)
+    failure = rank_record.root_failure(folder)
     client.close()
     os.close(lifeline)
     os.close(end)
