@@ -22,8 +22,8 @@ CLEAN = (0, ExitCode.RESTART.value)
 Origin = Literal["exception", "signal", "launcher"]
 
 # Whether a failure only reports that another rank is gone, as exceptions of torch and aborts of NCCL do. "unread": an
-# abort whose reason the launcher cannot read, so that it may be such a report. The later in this order, the less a
-# failure explains those of other ranks (`Failure.root_order`).
+# abort whose reason the launcher cannot read, so that it may be such a report. The order of these words matters, see
+# `Failure.root_order`.
 LostPeer = Literal["no", "unread", "yes"]
 
 
@@ -146,7 +146,7 @@ class Failure:
 
     @property
     def root_order(self) -> tuple[bool, int, float]:
-        """The order in which failures may explain each other, the root failure first.
+        """The key by which failures are sorted: the smallest is the root failure, which explains the others.
 
         A rank that was ended from outside comes first, and those that only report a lost peer come last; among equals,
         the earliest. Time alone would pick one of the peers: a process that dies leaves no record, and its peers record
@@ -192,8 +192,7 @@ class Failure:
         return "\n".join([self.headline, *(f"  {line}" for line in shown)])
 
 
-# ---- how ranks ended, and which of them failed first ----
-
+# ---- how ranks ended, and whose failure explains the others ----
 
 # The outcome of a save, of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
 SaveOutcome = Literal["saved", "failed", "nothing"]
