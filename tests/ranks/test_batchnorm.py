@@ -181,8 +181,8 @@ def statistics(world: World, store: Any, values: dict[str, Any]) -> dict[str, Te
         loop.fit(Layers(), builder)
         assert builder.run is not None
         driver = builder.run.driver
-        held = driver.role.holders
-        return {n: b.clone() for n, b in driver.model.named_buffers() if n not in held or world.rank in held[n]}
+        elsewhere = driver.role.holders.held_elsewhere
+        return {n: b.clone() for n, b in driver.model.named_buffers() if n not in elsewhere}
 
 
 def test_stages_of_a_pipeline_combine_theirs_with_their_replicas(pool: Pool) -> None:

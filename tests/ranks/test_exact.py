@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.exact import hook
-from lockstep.parallel.exact.hook import OrderedBuckets, OrderedHook
+from lockstep.parallel.exact import buckets
+from lockstep.parallel.exact.buckets import BucketReducer, OrderedHook
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -175,13 +175,13 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
     with context.start(world, resolved.config, store=store) as runtime:
         builder = open_run(resolved, runtime, "test")
         driver = builder.setup_model(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)).driver
-        assert isinstance(driver.exact_reducer, OrderedBuckets)
+        assert isinstance(driver.exact_reducer, BucketReducer)
         tree = driver.exact_reducer.tree
         run = builder.setup_run(Tokens("mlp").data(), torch.utils.data.default_collate)
         batches = next(run.step_batches())
 
         def loss(model: nn.Module, batch: Any) -> Loss:
-            waiting.append(len(tree.roots))
+            waiting.append(len(tree.partial_sums))
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(batches, loss)
@@ -203,7 +203,7 @@ def otherwise(world: World, store: Any, how: str, *arguments: Any) -> dict[str, 
     """A job: buckets travel in many pieces, the last one smaller than the number of ranks, as those of large models;
     or through a copy, as from a GPU that ranks share."""
     if how == "pieces":
-        hook.CHUNK = 87
+        buckets.CHUNK = 87
     else:
         prepare = OrderedHook.prepare
         OrderedHook.prepare = lambda hook, *given: (setattr(hook, "through_host", True), prepare(hook, *given))
@@ -221,7 +221,7 @@ def test_the_way_they_travel_leaves_no_trace(pool: Pool, alone: Any, how: str) -
 
 def delayed(world: World, store: Any, *arguments: Any) -> dict[str, Any]:
     """A job: collectives run as late as they may, and buckets travel in many pieces."""
-    hook.CHUNK = 87
+    buckets.CHUNK = 87
     delay_collectives()
     return bits(world, store, *arguments)
 

@@ -164,7 +164,7 @@ class Run:
 
         several_readers = not self.runtime.world.alone or self.config.data.workers > 0
         if several_readers and self.config.checks.first_batch:
-            return take_and_compare(self.source, self.runtime, self.driver.role.data_rank)
+            return take_and_compare(self.source, self.runtime, self.driver.role.data_world.rank)
 
         return self.source.take()
 

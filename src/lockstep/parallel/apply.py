@@ -25,7 +25,6 @@ from lockstep.parallel.compiled.targets import compiled_call, notice_hooks
 from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.driver import Driver, DriverSetup, RankRole, register_nothing
 from lockstep.parallel.exact.block_inputs import group_input_gradients
-from lockstep.parallel.exact.reducers import OrderedReducer
 from lockstep.parallel.fsdp.driver import check_offload, check_scalars
 from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
@@ -34,6 +33,7 @@ from lockstep.parallel.parameter_hooks.hooks import check_hooks, take_hooks
 from lockstep.parallel.tensor.driver import shard_layers
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
+from lockstep.runtime.world import World
 
 FLOAT8_MULTIPLE = 16  # float8 matrix products need dimensions that are multiples of this
 
@@ -72,8 +72,7 @@ def parallelize(
 
     role = RankRole(
         collective_forwards=_collective_forwards(model, config, runtime),
-        data_rank=mesh.coordinate("dp"),
-        data_size=mesh.data_size,
+        data_world=World(mesh.coordinate("dp"), mesh.data_size),
         reports_loss=mesh.reports_loss,
     )
     if role.collective_forwards:
@@ -254,4 +253,4 @@ def _make_driver(model: nn.Module, mesh: Mesh, setup: DriverSetup) -> Driver:
     if not setup.runtime.world.alone:
         return resolve_name(setup.config.strategy_record.driver_in(mesh.sizes))(model, setup)
 
-    return SingleDriver(model, setup, exact_reducer=OrderedReducer if setup.config.exact else None)
+    return SingleDriver(model, setup)

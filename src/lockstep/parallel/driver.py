@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.gradients import no_gradient
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.progress import PassProgress
@@ -32,6 +34,7 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import ControlWordCodec
 from lockstep.runtime.shards import full_tensor
+from lockstep.runtime.world import World
 from lockstep.task import Loss, StepBatches
 
 LossFn = Callable[[Any, Any], Loss]  # called with the model and the data of a micro-batch
@@ -39,24 +42,28 @@ LossFn = Callable[[Any, Any], Loss]  # called with the model and the data of a m
 
 @dataclass(frozen=True)
 class RankRole:
-    """The layout of the model on the ranks, and the data on which this rank trains. It is fixed for a run."""
+    """What a rank does in a run: on which data it trains, how it runs the model, and what it holds of it."""
 
-    replicated: bool = True  # every rank holds every parameter in full, and can evaluate by itself
-    collective_forwards: bool = False  # forwards in training wait for other ranks, which must run as many; see apply.py
-    in_turn: bool = False  # micro-batches are assigned to ranks round-robin, not in contiguous ranges
-    runs_whole_model: bool = True  # the driver is a MicroBatchDriver: a rank can call the model; False in a pipeline
+    # The data: ranks with the same rank in the data world train on the same samples.
+    data_world: World = field(default_factory=World)
+    in_turn: bool = False  # micro-batches are assigned to these ranks round-robin, not in contiguous ranges
+    reports_loss: bool = True  # whether this rank's loss and weight count: true on one of the ranks with the same data
+
+    # The forwards.
+    collective_forwards: bool = False  # in training they wait for other ranks, which must run as many; see apply.py
     pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
-    data_rank: int = 0  # ranks with the same data_rank train on the same samples
-    data_size: int = 1  # the number of different data_ranks
-    reports_loss: bool = True  # whether this rank's loss and weight count: true on one rank per data_rank
-    # The ranks that hold a tensor, by its name; tensors that every rank holds are left out.
-    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # Tensors that the model of this rank has by name, but that only other ranks hold: in a pipeline.
-    held_elsewhere: frozenset[str] = frozenset()
-    # Tensors whose identical shard a lower rank also holds, so that this rank need not save them.
-    duplicates: frozenset[str] = frozenset()
+
+    # The parameters and buffers.
+    replicated: bool = True  # every rank holds every parameter in full, and can evaluate by itself
+    holders: ParameterHolders = field(default_factory=ParameterHolders)
+
     # Lines about the layout for the banner, by name.
     banner: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def runs_whole_model(self) -> bool:
+        """Whether the driver is a MicroBatchDriver, and this rank can call the model: always, except in a pipeline."""
+        return self.pipeline_depth == 1
 
 
 class Reduced(NamedTuple):
@@ -117,11 +124,9 @@ class DriverSetup:
         return self.axes.along("dp") if self.axes else self.runtime.collectives
 
 
+@dataclass(eq=False, repr=False)
 class Driver(ABC):
-    """Executes the steps of a model, where its strategy has put it.
-
-    The constructor of a subclass places the model, and sets these attributes.
-    """
+    """Executes the steps of a model. The constructor of a subclass first puts the model where its strategy wants it."""
 
     model: nn.Module  # the user's own, which the task calls
     role: RankRole
@@ -154,16 +159,6 @@ class Driver(ABC):
     @abstractmethod
     def reshard(self) -> None:
         """Drop full parameters that were gathered from shards, because the shards are about to change."""
-
-
-def no_gradient() -> UserError:
-    """Return the error for a loss through which no parameter gets a gradient."""
-    return UserError(
-        "no parameter of the model gets a gradient: the loss does not depend on any of them",
-        "",
-        "look for torch.no_grad() or inference_mode() around model(...) in the loss, for .detach(), .item() or numpy "
-        "on the way from its output to the loss, and for a loss that does not use the output",
-    )
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

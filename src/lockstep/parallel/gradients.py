@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks, after the last backward of a step.
+"""Sums of gradients over ranks, after the last backward of a step; their norms; and errors if there are none.
 
 All drivers that add gradients themselves call these functions. A gradient keeps the dtype, the layout in memory and the
 placements of its parameter, and a parameter that no rank has used keeps no gradient, so that the optimizer skips it as
@@ -7,24 +7,30 @@ it would in a single process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.errors import UserError, some_names
 from lockstep.parallel.mesh import is_sharded_along_tp
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
+from lockstep.runtime.control_word import LENGTH
 from lockstep.runtime.shards import in_memory_order_of, to_local
 
 
-def sum_with_word(
-    codec: ControlWordCodec, control_word: ControlWord, numbers: Tensor, ranks: Collectives
-) -> tuple[Tensor, Tensor]:
+def clear_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+# ---- sums ----
+
+
+def sum_with_word(packed_word: Tensor, numbers: Tensor, ranks: Collectives) -> tuple[Tensor, Tensor]:
     """Return the sums over `ranks` of the packed control word [LENGTH] and of `numbers`, from one collective."""
-    packed = codec.pack(control_word)
-    sums = ranks.all_reduce_(torch.cat([packed, numbers.to(packed.device)]))
+    sums = ranks.all_reduce_(torch.cat([packed_word, numbers.to(packed_word.device)]))
     return sums[:LENGTH], sums[LENGTH:]
 
 
@@ -99,3 +105,60 @@ def broadcast_unsharded_gradients(parameters: Sequence[nn.Parameter], tp: Collec
     """
     if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([to_local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
+
+
+# ---- norms ----
+
+
+def full_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each tensor, which this rank holds in full."""
+    if not tensors:
+        return []
+
+    # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
+    # precision, or none is (precision.py).
+    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    return [*torch._foreach_norm(tensors, 2, torch.float32 if half else None)]
+
+
+def norms_of_gradients(
+    parameters: Mapping[str, nn.Parameter], norms: Callable[[list[Tensor]], list[Tensor]] = full_norms
+) -> Tensor:
+    """Return the norms for `MicroBatchDriver.finish_reduction`: [gradients]. Raise if there is no gradient.
+
+    norms: returns the norm of each full tensor
+    """
+    grads = [p.grad for p in parameters.values() if p.grad is not None]
+    if not grads:
+        raise no_gradient()
+
+    return torch.stack(norms(grads))
+
+
+# ---- missing gradients ----
+
+
+def no_gradient() -> UserError:
+    """Return the error for a loss through which no parameter gets a gradient."""
+    return UserError(
+        "no parameter of the model gets a gradient: the loss does not depend on any of them",
+        "",
+        "look for torch.no_grad() or inference_mode() around model(...) in the loss, for .detach(), .item() or numpy "
+        "on the way from its output to the loss, and for a loss that does not use the output",
+    )
+
+
+def check_reached(missed: list[str], trainable: int) -> None:
+    """Raise if a backward missed some parameters. `trainable` is the number of all trainable parameters."""
+    if len(missed) == trainable:
+        raise no_gradient()
+
+    if missed:
+        raise UserError(
+            f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "
+            f"{some_names(missed)}",
+            "",
+            "freeze them (requires_grad=False) if nothing uses them; if only some losses or micro-batches do, set "
+            "ddp.find_unused_parameters=true",
+            cause="unused",
+        )

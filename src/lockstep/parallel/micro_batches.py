@@ -6,19 +6,19 @@ is a small example for replicas, and `ShardedDriver` in sharded.py is the base c
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
-from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, no_gradient, trainable
+from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, trainable
+from lockstep.parallel.exact.norms import exact_norms
+from lockstep.parallel.exact.reducers import SingleReducer
+from lockstep.parallel.gradients import clear_gradients, full_norms, norms_of_gradients
 from lockstep.parallel.inner_gradients import (
     TORCH_ENGINE,
     InnerGradient,
@@ -26,44 +26,14 @@ from lockstep.parallel.inner_gradients import (
     refuse_backward,
     refuse_second_backward,
 )
-from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
-from lockstep.parallel.progress import PassProgress
-from lockstep.parallel.step_parts import StepPart, StepParts
+from lockstep.parallel.parameter_hooks.hooks import register_hooks
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepParts
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.task import Loss, MicroBatch, StepBatches
 
 if TYPE_CHECKING:
     from lockstep.parallel.compiled.compiler import Compiler
-
-
-class ExactReducer(StepPart, ABC):
-    """Adds up the gradients of a step in one fixed order, for exact mode (exact/)."""
-
-    slot = "reduce"
-
-    @abstractmethod
-    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Replace `MicroBatchDriver.finish_reduction` in exact mode."""
-
-    @abstractmethod
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
-
-
-def clear_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    for parameter in parameters.values():
-        parameter.grad = None
-
-
-def full_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each tensor, which this rank holds in full."""
-    if not tensors:
-        return []
-
-    # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
-    # precision, or none is (precision.py).
-    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
-    return [*torch._foreach_norm(tensors, 2, torch.float32 if half else None)]
 
 
 class MicroBatchDriver(Driver):
@@ -88,36 +58,28 @@ class MicroBatchDriver(Driver):
         model: nn.Module,
         setup: DriverSetup,
         role: RankRole | None = None,
-        exact_reducer: Callable[[Any], ExactReducer] | None = None,
+        codec: ControlWordCodec | None = None,
     ):
-        """Store the model, which is placed by now.
+        """Construct the driver of a model that is in its place by now. The user's hooks are left to the subclass.
 
         role: `setup.role` with what the strategy adds to it; None: it adds nothing
-        exact_reducer: factory for the exact-mode reducer; called with this driver
+        codec: packs control words; None: in float64
         """
-        self.model = model
-        self.role = role or setup.role
-        self.parameters = trainable(model)
+        super().__init__(model, role or setup.role, trainable(model), StepParts(overlapping=False))
+        config, self.runtime = setup.config, setup.runtime
+        self.codec = codec or ControlWordCodec(self.runtime.device, torch.float64)
+
         self._names = list(self.parameters)
-
-        self.runtime = setup.runtime
+        self._full_norms = exact_norms if config.exact else full_norms
         self._autocast = setup.precision.autocast  # for evaluations; a step's `progress` has its own
+
         self.inner_gradients = InnerGradients(self.before_inner_gradient)
-        self._recomputes_once = setup.config.remat == "selective"
-        self.broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
+        self._recomputes_once = config.remat == "selective"
 
-        self.parts = StepParts(overlapping=False)
         self._statistics = add_running_statistics(self.parts, model, setup.dp_group, log_event=setup.log_event)
-        self.exact_reducer = exact_reducer(self) if exact_reducer else None
-        if self.exact_reducer:
-            self.parts.add(self.exact_reducer)
 
-        self._use_parameter_hooks(setup.hooks)
-
-    def _use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
-        for name, own in hooks.items():
-            own.register(self.parameters[name])
+        # Whether every step begins with rank 0's buffers on all ranks, which only replicas can.
+        self._broadcasts_buffers = config.ddp.broadcast_buffers and not self.runtime.world.alone
 
     # ---- for evaluations, checkpoints and checks ----
 
@@ -133,11 +95,7 @@ class MicroBatchDriver(Driver):
         return nullcontext()
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        return self.exact_reducer.norms(tensors) if self.exact_reducer else self._norms(tensors)
-
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the norms without exact mode."""
-        return full_norms(tensors)
+        return self._full_norms(tensors)
 
     def sync_buffers(self) -> None:
         self._statistics.combine()
@@ -165,11 +123,7 @@ class MicroBatchDriver(Driver):
 
     # ---- the steps ----
 
-    @cached_property
-    def codec(self) -> ControlWordCodec:
-        return ControlWordCodec(self.runtime.device, torch.float64)
-
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: PassProgress) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self.begin_pass()
         reduced = None
 
@@ -195,7 +149,7 @@ class MicroBatchDriver(Driver):
         for part in self.parts:
             part.begin_pass()
 
-        if self.broadcasts_buffers:
+        if self._broadcasts_buffers:
             self.sync_buffers()
 
     def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
@@ -233,11 +187,7 @@ class MicroBatchDriver(Driver):
 
     def _make_reduced(self, control_word: ControlWord) -> Reduced:
         """Finish the reduction of a step, and return its gradients with their norms and the summed control word."""
-        if self.exact_reducer:
-            packed, norms = self.exact_reducer.finish_reduction(control_word)
-        else:
-            packed, norms = self.finish_reduction(control_word)
-
+        packed, norms = self.finish_reduction(control_word)
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         names = self._names
 
@@ -269,24 +219,19 @@ def runs_whole_model(driver: Driver) -> TypeGuard[MicroBatchDriver]:
 
 
 class SingleDriver(MicroBatchDriver):
-    """Runs the model in one process, where there is nothing to sum."""
+    """Runs the model in one process, where there is nothing to sum over ranks."""
+
+    def __init__(self, model: nn.Module, setup: DriverSetup):
+        super().__init__(model, setup)
+        register_hooks(setup.hooks, self.parameters)
+
+        self._exact_reducer = self.parts.add(SingleReducer(self.parameters)) if setup.config.exact else None
 
     def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        return self.codec.pack(control_word), norms_of_gradients(self.parameters)
+        if self._exact_reducer:
+            self._exact_reducer.reduce()
 
-
-def norms_of_gradients(
-    parameters: Mapping[str, nn.Parameter], norms: Callable[[list[Tensor]], list[Tensor]] = full_norms
-) -> Tensor:
-    """Return the norms for `MicroBatchDriver.finish_reduction`: [gradients]. Raise if there is no gradient.
-
-    norms: returns the norm of each full tensor
-    """
-    grads = [p.grad for p in parameters.values() if p.grad is not None]
-    if not grads:
-        raise no_gradient()
-
-    return torch.stack(norms(grads))
+        return self.codec.pack(control_word), norms_of_gradients(self.parameters, self._full_norms)
 
 
 def backward_unchecked(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
@@ -309,19 +254,3 @@ def backward_unchecked(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, 
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-def check_reached(missed: list[str], trainable: int) -> None:
-    """Raise if a backward missed some parameters. `trainable` is the number of all trainable parameters."""
-    if len(missed) == trainable:
-        raise no_gradient()
-
-    if missed:
-        raise UserError(
-            f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "
-            f"{some_names(missed)}",
-            "",
-            "freeze them (requires_grad=False) if nothing uses them; if only some losses or micro-batches do, set "
-            "ddp.find_unused_parameters=true",
-            cause="unused",
-        )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import DriverSetup, RankRole, no_gradient
-from lockstep.parallel.gradients import sum_with_word
+from lockstep.parallel.driver import DriverSetup, RankRole
+from lockstep.parallel.gradients import no_gradient, sum_with_word
 from lockstep.parallel.inner_gradients import InnerGradient, asked_for
-from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver
+from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks, change_sums
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import ControlWord
@@ -26,24 +25,18 @@ class RanksDiffer(Exception):
 
 
 class ShardedDriver(MicroBatchDriver):
-    """The base class of drivers with sharded parameters. A subclass shards the model before it calls `__init__`.
+    """The base class of drivers with sharded parameters. A subclass shards the model, and then calls `__init__`.
 
     Forward and backward run as in a single process. Gradients are summed over ranks and never divided, and the squared
     norms of the shards are summed over ranks.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        setup: DriverSetup,
-        role: RankRole | None = None,
-        exact_reducer: Callable[[Any], ExactReducer] | None = None,
+        self, model: nn.Module, setup: DriverSetup, role: RankRole, hooks_on_sums: Mapping[str, ParameterHooks]
     ):
-        self._parameter_hooks: Mapping[str, ParameterHooks] = {}
-        super().__init__(model, setup, replace(role or setup.role, replicated=False), exact_reducer)
-
-    def _use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        self._parameter_hooks = hooks  # called with the gradient sums of a step, of which each rank holds a shard
+        """`hooks_on_sums`: the user's parameter hooks that are called with the gradient sums of a step."""
+        super().__init__(model, setup, replace(role, replicated=False))
+        self._hooks_on_sums = hooks_on_sums
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -72,7 +65,7 @@ class ShardedDriver(MicroBatchDriver):
                 "set strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )
 
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
@@ -80,11 +73,11 @@ class ShardedDriver(MicroBatchDriver):
         self._reduce_gradients()
 
         # The user's hooks get the gathered sums.
-        change_sums(self._parameter_hooks, self.parameters)
+        change_sums(self._hooks_on_sums, self.parameters)
 
         # The norms of the shards, and the control word, in one collective.
         squared = squared_norms([p.grad for p in self.parameters.values() if p.grad is not None])
-        packed, squared = sum_with_word(self.codec, control_word, squared, self.runtime.collectives)
+        packed, squared = sum_with_word(self.codec.pack(control_word), squared, self.runtime.collectives)
 
         # After the collective, in which the other ranks wait.
         if not len(squared):

@@ -6,7 +6,7 @@ of a run; without such features the list is empty, and the run pays nothing for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lockstep.task import Loss, MicroBatch
 
@@ -71,6 +71,9 @@ class StepPart:
         """End a pass: its gradients are reduced."""
 
 
+Part = TypeVar("Part", bound=StepPart)
+
+
 class StepParts(list[StepPart]):
     """The parts of a driver, in the order in which they are called. It is one object for the whole run."""
 
@@ -79,11 +82,12 @@ class StepParts(list[StepPart]):
         super().__init__()
         self._overlapping = overlapping
 
-    def add(self, part: StepPart) -> None:
-        """Add a part to the steps from now on, in its slot of the fixed order."""
+    def add(self, part: Part) -> Part:
+        """Add a part to the steps from now on, in its slot of the fixed order, and return it."""
         assert part.runs_in_pipeline or not self._overlapping, f"{part} in a pipeline: see `runs_in_pipeline`"
         self.append(part)
         self.sort(key=lambda part: PART_ORDER.index(part.slot))
+        return part
 
     def drop_done(self) -> None:
         """Remove the parts that are done, so that later steps pay nothing for them. Called after the first step."""

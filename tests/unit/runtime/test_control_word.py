@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from lockstep.parallel.ddp.driver import DDPDriver
+from lockstep.parallel.ddp.driver import word_dtype
 from lockstep.runtime.control_word import (
     BASE,
     FLAGS,
@@ -155,9 +155,7 @@ def test_a_mean_of_many_words_in_float32_does_go_wrong() -> None:
 )
 def test_ddp_sends_the_word_in_a_dtype_that_carries_it(ranks: int, last: torch.dtype, expected: torch.dtype) -> None:
     """DDP puts parameters of one dtype into a bucket: a word of another one travels in a collective of its own."""
-    world = SimpleNamespace(world=SimpleNamespace(size=ranks), device=CPU)
-    driver = SimpleNamespace(parameters={"last": torch.zeros(1, dtype=last)}, runtime=world, exact_reducer=None)
-    assert DDPDriver.codec.func(driver).dtype == expected  # pyrefly: ignore
+    assert word_dtype({"last": nn.Parameter(torch.zeros(1, dtype=last))}, ranks, exact=False) == expected
 
 
 # ---- on the device --------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     Hooks(EvaluatedView(builder, trained, steps_done), task).before_training()
 
     # A file of weights does not say its global batch. We take the one that a run with these settings would have.
-    local_batch = config.local_batch and config.local_batch * trained.driver.role.data_size
+    local_batch = config.local_batch and config.local_batch * trained.driver.role.data_world.size
     batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
     with trained.averaged_weights():
         evaluations = trained.evaluator.evaluate(sets, batch, steps_done, may_preempt=True)

@@ -290,11 +290,11 @@ class Evaluator:
         role = self.driver.role
 
         count = math.ceil(length / batch)
-        local_batches = rank_range(count, role.data_rank, role.data_size)
+        local_batches = rank_range(count, role.data_world.rank, role.data_world.size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in local_batches]
 
         # If no rank can evaluate by itself, ranks with fewer batches repeat the first one, to run as many forwards.
-        forwards = len(ranges) if role.replicated else math.ceil(count / role.data_size)
+        forwards = len(ranges) if role.replicated else math.ceil(count / role.data_world.size)
         return ranges, [range(min(batch, length))] * (forwards - len(ranges))
 
     def _run_local_batches(

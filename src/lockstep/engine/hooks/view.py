@@ -157,20 +157,20 @@ class BuiltRunView:
 
 def _check_global_batch(run: Run) -> None:
     """Raise if the ranks' current micro-batches are not the global batch, or if its gradients would not be exact."""
-    role = run.driver.role
-    if role.data_size != run.runtime.world.size:
+    ranks = run.driver.role.data_world.size
+    if ranks != run.runtime.world.size:
         raise UserError(
             "run.all_gather cannot be used with tensor or pipeline parallelism (mesh.tp, mesh.pp)",
             "several ranks have the same samples there",
             "set strategy=ddp or strategy=fsdp",
         )
 
-    if run.plan.global_num_micro_batches > role.data_size:
+    if run.plan.global_num_micro_batches > ranks:
         # Rounded up: with one micro-batch of this size for each rank, the batch is whole.
-        size = -(-run.plan.global_batch // role.data_size)
+        size = -(-run.plan.global_batch // ranks)
         raise UserError(
             f"run.all_gather sees one micro-batch of each rank, and the global batch has "
-            f"{run.plan.global_num_micro_batches} on {role.data_size} of them",
+            f"{run.plan.global_num_micro_batches} on {ranks} of them",
             "the loss would depend on how the batch is split",
             f"set micro_batch={size}, so that each rank has one; or train on more ranks",
             cause="gathered",

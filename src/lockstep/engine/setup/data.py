@@ -24,7 +24,6 @@ from lockstep.plan.plan import Plan, make_plan
 from lockstep.run_folder.opened import RunFolder
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
 
 
@@ -37,7 +36,7 @@ def plan_data(data: Any, driver: Driver, config: RunConfig, runtime: Runtime, fo
     max_micro_batch = recorded_micro_batch(folder.path, runtime) if config.micro_batch == "auto" else None
 
     # Fixed speeds need more accumulation on fast ranks, which the checks below must see.
-    plan = make_plan(config, role.data_size, length, max_micro_batch, role.pipeline_depth)
+    plan = make_plan(config, role.data_world.size, length, max_micro_batch, role.pipeline_depth)
     plan = plan_by_speed(plan, config.load_balance)
 
     check_equal_work(driver.model, plan, config.tail)
@@ -59,7 +58,7 @@ def source_options(
         config=config.data,
         seed=config.seed,
         # All ranks of a tp or pp group train on the same samples, so they count as one.
-        data_world=World(role.data_rank, role.data_size),
+        data_world=role.data_world,
         device=runtime.device,
         in_turn=role.in_turn,
         collective_forwards=role.collective_forwards,
@@ -109,8 +108,8 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
             seed=config.seed,
             global_batch=plan.global_batch,
             micro_batch_size=plan.micro_batch,
-            mine=rank_share(plan.global_num_micro_batches, World(role.data_rank, role.data_size), role.in_turn),
-            ranks=role.data_size,
+            mine=rank_share(plan.global_num_micro_batches, role.data_world, role.in_turn),
+            ranks=role.data_world.size,
             collective_forwards=role.collective_forwards,
             # Only one rank of each tp or pp group contributes, because all of them have the same values.
             all_reduce=lambda values: runtime.collectives.all_reduce_(values if role.reports_loss else values.zero_()),

@@ -61,7 +61,7 @@ def initial_weights(
             return InitialWeights(config.init_from)
 
     # In a pipeline a rank holds only the parameters of its stages.
-    elsewhere = driver.role.held_elsewhere
+    elsewhere = driver.role.holders.held_elsewhere
     return load_initial_weights(driver.model.state_dict(), path, config, runtime, log_event, elsewhere, only)
 
 
@@ -92,4 +92,4 @@ def wrap_optimizers(
 def make_average(model: nn.Module, config: RunConfig, driver: Driver) -> WeightAverage | None:
     """Return the moving average of the weights, or None without `ema.decay`."""
     decay = config.ema.decay
-    return None if decay is None else WeightAverage(model, decay, driver.role.held_elsewhere)
+    return None if decay is None else WeightAverage(model, decay, driver.role.holders.held_elsewhere)

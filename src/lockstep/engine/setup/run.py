@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.config import flatten
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
@@ -331,7 +330,6 @@ def _open_checkpoints(
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
     builder.registered.close()
-    role = trained.driver.role
     state = RunState(
         model=trained.driver.model,
         optimizers=trained.optimizers,
@@ -340,7 +338,7 @@ def _open_checkpoints(
         registered=builder.registered,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        holders=ParameterHolders(role.held_elsewhere, all_on_every_rank=not role.holders, duplicates=role.duplicates),
+        holders=trained.driver.role.holders,
         on_any_rank=builder.runtime.collectives.any,
     )
 

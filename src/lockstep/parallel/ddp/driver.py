@@ -5,25 +5,30 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
-from lockstep.parallel.ddp.comm_hooks import CommHook, WideHook
-from lockstep.parallel.ddp.hook_table import COMM_HOOKS, HookArguments
+from lockstep.parallel.ddp.comm_hooks import CommHook
+from lockstep.parallel.ddp.hook_table import HookArguments, make_hook
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
-from lockstep.parallel.driver import Driver, DriverSetup, broadcast_model
-from lockstep.parallel.exact.hook import OrderedBuckets
-from lockstep.parallel.exact.reducers import OrderedReplicas
-from lockstep.parallel.gradients import have_gradients, sum_used, sum_with_word
-from lockstep.parallel.micro_batches import MicroBatchDriver, backward_unchecked, check_reached, norms_of_gradients
-from lockstep.parallel.progress import PassProgress
+from lockstep.parallel.driver import Driver, DriverSetup, broadcast_model, trainable
+from lockstep.parallel.exact.buckets import BucketReducer, OrderedHook
+from lockstep.parallel.exact.reducers import ReplicaReducer
+from lockstep.parallel.gradients import (
+    check_reached,
+    have_gradients,
+    norms_of_gradients,
+    sum_used,
+    sum_with_word,
+)
+from lockstep.parallel.micro_batches import MicroBatchDriver, backward_unchecked
+from lockstep.parallel.parameter_hooks.hooks import register_hooks
+from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
 
@@ -66,41 +71,35 @@ class DDPDriver(MicroBatchDriver):
     not matter which part of the model the loss has called, or how often.
     """
 
-    exact_reducer: OrderedBuckets | None  # pyrefly: ignore[bad-override-mutable-attribute]  no other one is passed below
-
     def __init__(self, model: nn.Module, setup: DriverSetup):
-        config, runtime = setup.config.ddp, setup.runtime
-        super().__init__(model, setup, exact_reducer=OrderedBuckets if setup.config.exact else None)
+        config, runtime, exact = setup.config.ddp, setup.runtime, setup.config.exact
+        dtype = word_dtype(trainable(model), runtime.world.size, exact)
+        super().__init__(model, setup, codec=ControlWordCodec(runtime.device, dtype))
+        register_hooks(setup.hooks, self.parameters)
 
         # DDP and its hooks leave the mean over ranks. Exact mode leaves sums: dividing by 3 ranks would round, while
         # dividing by 2 does not.
-        self.to_sum = 1.0 if self.exact_reducer else float(runtime.world.size)
+        self.to_sum = 1.0 if exact else float(runtime.world.size)
+        self.exact_reducer = self.parts.add(BucketReducer(self.parameters)) if exact else None
 
         # The control word is one more parameter. Frozen tensors are not reduced.
-        carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=self.codec.dtype, device=runtime.device))
+        carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._word_parameter = carrier.word_holder[0]
         self._frozen = _frozen_names(model)
         leave_out(carrier, [f"module.{name}" for name in self._frozen])
 
-        bucket_mb = config.bucket_mb
-        if bucket_mb == "auto":
-            bucket_mb = bucket_mb_for([*self.parameters.values()])
-
-        self._ddp = FixedBucketsDDP(
-            carrier,
-            bucket_cap_mb=bucket_mb,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            static_graph=config.static_graph,
-            # DDP would also broadcast in evaluations, in which ranks may run different numbers of forwards.
-            **{BUFFERS_OPTION: False},
-        )
+        # DDP makes parameters equal on all ranks, and we buffers.
+        self._ddp = _make_ddp(carrier, config, [*self.parameters.values()])
+        broadcast_buffers(_buffers_except(model, self._frozen), runtime.collectives)
 
         group = self._ddp.process_group
         assert group is not None
+        self.hook: CommHook | None
         if self.exact_reducer:
-            self.hook: CommHook | None = self.exact_reducer.comm_hook(self._word_parameter, group)
+            self.hook = OrderedHook(self._word_parameter, group, self.exact_reducer)
         else:
-            self.hook = self._make_hook(group, config, setup.config.seed)
+            arguments = HookArguments(self._word_parameter, group, self.parameters, config, setup.config.seed)
+            self.hook = make_hook(arguments)
 
         # A hook may have a state that a checkpoint must hold, such as the errors of PowerSGD.
         if self.hook:
@@ -116,16 +115,6 @@ class DDPDriver(MicroBatchDriver):
                 parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
 
         self._counts_gradients = True  # until the first backward that reduces, see `_each_gradient_once`
-        self.broadcasts_buffers = config.broadcast_buffers
-        self.sync_buffers()
-
-    @cached_property
-    def codec(self) -> ControlWordCodec:
-        # The word shares a bucket with the last parameter, but half precision has too few bits for its integers, and on
-        # many ranks the mean of float32 has too few as well. A word of another dtype gets a bucket of its own.
-        in_bucket = torch.promote_types(_last_dtype(self.parameters), torch.float32)
-        fits = mean_is_exact(self.runtime.world.size) and not self.exact_reducer
-        return ControlWordCodec(self.runtime.device, in_bucket if fits else torch.float64)
 
     def begin_pass(self) -> None:
         super().begin_pass()
@@ -138,8 +127,7 @@ class DDPDriver(MicroBatchDriver):
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
-        named = {name: buffer for name, buffer in self.model.named_buffers() if name not in self._frozen}
-        broadcast_buffers(named, self.runtime.collectives)
+        broadcast_buffers(_buffers_except(self.model, self._frozen), self.runtime.collectives)
 
     def _run_backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         split_graphs(None)
@@ -169,15 +157,7 @@ class DDPDriver(MicroBatchDriver):
     def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.
         assert self._word_parameter.grad is not None
-        return self._word_parameter.grad, norms_of_gradients(self.parameters)
-
-    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
-        parameter = self._word_parameter
-        if config.hook != "none":
-            return COMM_HOOKS[config.hook].make(HookArguments(parameter, group, self.parameters, config, seed))
-
-        # Without a hook, DDP would sum bf16 gradients in bf16.
-        return WideHook(parameter, group) if _last_dtype(self.parameters) == torch.bfloat16 else None
+        return self._word_parameter.grad, norms_of_gradients(self.parameters, self._full_norms)
 
     @contextmanager
     def _each_gradient_once(self) -> Iterator[None]:
@@ -226,23 +206,43 @@ class FlatReduceDriver(MicroBatchDriver):
     """
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
-        super().__init__(model, setup, exact_reducer=OrderedReplicas if setup.config.exact else None)
-        self.broadcasts_buffers = setup.config.ddp.broadcast_buffers
-        broadcast_model(model, setup.runtime.collectives)
+        collectives = setup.runtime.collectives
+        broadcast_model(model, collectives)
+        super().__init__(model, setup)
+        register_hooks(setup.hooks, self.parameters)
+
+        exact = setup.config.exact
+        self._exact_reducer = self.parts.add(ReplicaReducer(self.parameters, collectives)) if exact else None
 
     def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        # The first sum carries the control word and counts the ranks that used each parameter. On a GPU the host waits
-        # for it, because it decides what the next sums are.
-        parameters = [*self.parameters.values()]
-        collectives = self.runtime.collectives
-        packed, users = sum_with_word(self.codec, control_word, have_gradients(parameters), collectives)
-        sum_used(parameters, users.tolist(), collectives)
-        return packed, norms_of_gradients(self.parameters)
+        packed = self.codec.pack(control_word)
+        if self._exact_reducer:
+            packed = self._exact_reducer.reduce(packed)
+        else:
+            # The first sum carries the control word and counts the ranks that used each parameter. On a GPU the host
+            # waits for it, because it decides what the next sums are.
+            parameters = [*self.parameters.values()]
+            packed, users = sum_with_word(packed, have_gradients(parameters), self.runtime.collectives)
+            sum_used(parameters, users.tolist(), self.runtime.collectives)
+
+        return packed, norms_of_gradients(self.parameters, self._full_norms)
 
 
 def make_driver(model: nn.Module, setup: DriverSetup) -> Driver:
     """Return the driver for replicas: torch's DDP, unless some parameters may get no gradient."""
     return (FlatReduceDriver if setup.config.ddp.find_unused_parameters else DDPDriver)(model, setup)
+
+
+def _make_ddp(carrier: _WithControlWord, config: DDPConfig, parameters: Sequence[nn.Parameter]) -> FixedBucketsDDP:
+    """Return torch's DDP of a model, whose `parameters` get gradients."""
+    return FixedBucketsDDP(
+        carrier,
+        bucket_cap_mb=bucket_mb_for(parameters) if config.bucket_mb == "auto" else config.bucket_mb,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        static_graph=config.static_graph,
+        # DDP would also broadcast in evaluations, in which ranks may run different numbers of forwards.
+        **{BUFFERS_OPTION: False},
+    )
 
 
 def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
@@ -255,9 +255,14 @@ def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, size / 4))
 
 
-def _last_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """Return the dtype of the last parameter, with which the control word shares a bucket if it can."""
-    return [*parameters.values()][-1].dtype
+def word_dtype(parameters: Mapping[str, nn.Parameter], ranks: int, exact: bool) -> torch.dtype:
+    """Return the dtype of the control word.
+
+    The word shares a bucket with the last parameter, but half precision has too few bits for its integers, and on many
+    ranks the mean of float32 has too few as well. A word of another dtype gets a bucket of its own.
+    """
+    in_bucket = torch.promote_types([*parameters.values()][-1].dtype, torch.float32)
+    return in_bucket if mean_is_exact(ranks) and not exact else torch.float64
 
 
 def gradient_in_parts(what: str) -> UserError:
@@ -280,3 +285,7 @@ def _frozen_names(model: nn.Module) -> list[str]:
             frozen += [f"{prefix}.{name}" for name, _ in module.named_buffers()]
 
     return sorted(set(frozen))
+
+
+def _buffers_except(model: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name not in names}

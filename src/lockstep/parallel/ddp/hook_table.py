@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.config import DDPConfig
-from lockstep.parallel.ddp.comm_hooks import CommHook, HalfHook
+from lockstep.parallel.ddp.comm_hooks import CommHook, HalfHook, WideHook
 from lockstep.parallel.ddp.powersgd import PowerSGDHook
 
 
@@ -51,3 +51,13 @@ COMM_HOOKS = {
         lambda a: PowerSGDHook(a.word_parameter, a.group, a.parameters, a.config, a.seed), _powersgd_banner
     ),
 }
+
+
+def make_hook(arguments: HookArguments) -> CommHook | None:
+    """Return the hook for the setting `ddp.hook`; None: DDP needs none."""
+    if arguments.config.hook != "none":
+        return COMM_HOOKS[arguments.config.hook].make(arguments)
+
+    # Without a hook, DDP would sum bf16 gradients in bf16. Either all parameters are stored in bf16, or none is.
+    *_, last = arguments.parameters.values()
+    return WideHook(arguments.word_parameter, arguments.group) if last.dtype == torch.bfloat16 else None

@@ -1,25 +1,20 @@
-"""Reducers for full parameters: they add gradients along one tree, so that the bits do not depend on the ranks.
-
-There is one for a single process, and one for replicas that reduce after the last backward. The one for DDP's buckets
-is in hook.py.
-"""
+"""Reducers for full parameters: they add gradients along one tree, so that the bits do not depend on the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lockstep.data.windows import rank_range
-from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
-from lockstep.parallel.gradients import sum_with_word
-from lockstep.parallel.micro_batches import ExactReducer, MicroBatchDriver, norms_of_gradients
-from lockstep.parallel.progress import PassProgress
-from lockstep.runtime.control_word import ControlWord
+from lockstep.parallel.exact.tree import Subtree, TreeSum, subtrees_of
+from lockstep.parallel.gradients import clear_gradients, sum_with_word
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
+from lockstep.runtime.collectives import Collectives
 from lockstep.task import MicroBatch
 
 Gradients = dict[int, Tensor]  # gradient sums over one or more micro-batches, by the id of the parameter
@@ -35,15 +30,18 @@ def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
     return left
 
 
-class OrderedTree(ExactReducer):
+class TreeReducer(StepPart):
     """Adds the micro-batches of this rank, in order, and keeps at most log2(their number) partial sums."""
 
-    def __init__(self, driver: MicroBatchDriver):
-        self.driver = driver
+    slot = "reduce"
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]):
+        self.parameters = parameters
         self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # the gradients of this rank's micro-batches
+        self.subtree: Subtree | None = None  # the current micro-batch; None: it is padding
 
     def begin_pass(self) -> None:
-        self.tree.roots.clear()
+        self.tree.clear()
 
     def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         self.subtree = None if micro.padding else Subtree(micro.index, 0)
@@ -51,65 +49,59 @@ class OrderedTree(ExactReducer):
 
     def after_backward(self, progress: PassProgress) -> None:
         # Padding has gradients of zeros, which are no part of the sum.
-        parameters = self.driver.parameters.values()
         if self.subtree is not None:
-            self.tree.push(self.subtree, {id(p): p.grad for p in parameters if p.grad is not None})
+            self.tree.push(self.subtree, {id(p): p.grad for p in self.parameters.values() if p.grad is not None})
 
         # The next backward must not add to them.
-        for parameter in parameters:
-            parameter.grad = None
+        clear_gradients(self.parameters)
 
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        # By rows, as for sharded parameters, so that norms have the same bits.
-        return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
-
-    def roots_by_rank(self) -> list[list[Subtree]]:
-        """Return the roots that each rank is left with in this step. Every rank can compute those of all ranks."""
+    def subtrees_by_rank(self, ranks: int) -> list[list[Subtree]]:
+        """Return the subtrees of each rank's partial sums at the end of the step, which any rank can compute."""
         total = count_micro_batches(self._progress)
-        size = self.driver.runtime.world.size
-        ranges = [rank_range(total, rank, size) for rank in range(size)]
-        return [roots_of(indices.start, indices.stop) for indices in ranges]
+        ranges = [rank_range(total, rank, ranks) for rank in range(ranks)]
+        return [subtrees_of(indices.start, indices.stop) for indices in ranges]
 
 
-class OrderedReducer(OrderedTree):
+class SingleReducer(TreeReducer):
     """The sums of a single process."""
 
-    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        # A parameter that no micro-batch has reached keeps no gradient.
+    def reduce(self) -> None:
+        """Set the gradients to their sums. A parameter that no micro-batch has reached keeps no gradient."""
         summed = self.tree.finish()
-        for parameter in self.driver.parameters.values():
+        for parameter in self.parameters.values():
             parameter.grad = summed.get(id(parameter))
 
-        return self.driver.codec.pack(control_word), norms_of_gradients(self.driver.parameters, self.norms)
 
-
-class OrderedReplicas(OrderedTree):
-    """Replicas that reduce the roots of all ranks after the last backward.
+class ReplicaReducer(TreeReducer):
+    """The sums of replicas: the partial sums of all ranks are added after the last backward.
 
     A parameter may have no gradient in some micro-batches, or in all of them.
     """
 
-    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Add the roots of all ranks in the order of the tree, and sum the control word.
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Collectives):
+        super().__init__(parameters)
+        self._ranks = ranks
+
+    def reduce(self, packed_word: Tensor) -> Tensor:
+        """Set the gradients to their sums over all ranks, and return the summed control word [LENGTH].
 
         One collective finds out which gradients there are, and two more add those of each group below.
         """
-        parameters = [*self.driver.parameters.values()]
-        collectives = self.driver.runtime.collectives
-        roots_by_rank = self.roots_by_rank()
-        first = sum(map(len, roots_by_rank[: collectives.world.rank]))  # the index of this rank's first root
+        parameters = [*self.parameters.values()]
+        subtrees_by_rank = self.subtrees_by_rank(self._ranks.world.size)
+        local_sums = dict(self.tree.partial_sums)
 
-        # Whether a root has a gradient for a parameter [roots, parameters]. Adding zeros for a missing gradient instead
-        # would turn -0.0 into 0.0.
-        local_flags = torch.zeros(sum(map(len, roots_by_rank)), len(parameters), dtype=torch.float64)
-        for index, (_, gradients) in enumerate(self.tree.roots, first):
-            local_flags[index] = torch.tensor([id(p) in gradients for p in parameters])
+        # Whether a partial sum has a gradient for a parameter [subtrees of all ranks, parameters]. Adding zeros for a
+        # missing gradient instead would turn -0.0 into 0.0.
+        nothing: Gradients = {}
+        rows = [local_sums.get(subtree, nothing) for subtree in chain(*subtrees_by_rank)]
+        flags = torch.tensor([[id(p) in gradients for p in parameters] for gradients in rows], dtype=torch.float64)
 
         # On a GPU the host waits here, because the sizes of the messages below depend on the result.
-        packed, counts = sum_with_word(self.driver.codec, control_word, local_flags.flatten(), collectives)
-        has_gradient = counts.view_as(local_flags).bool().cpu()
+        packed_sum, counts = sum_with_word(packed_word, flags.flatten(), self._ranks)
+        has_gradient = counts.view_as(flags).bool().cpu()
 
-        # Parameters of the same dtype, with gradients in the same roots, are reduced together.
+        # Parameters of the same dtype, with gradients in the same partial sums, are reduced together.
         groups: dict[tuple[torch.dtype, tuple[bool, ...]], list[nn.Parameter]] = {}
         for parameter, present in zip(parameters, has_gradient.T.tolist(), strict=True):
             parameter.grad = None
@@ -118,58 +110,50 @@ class OrderedReplicas(OrderedTree):
 
         # The groups come in the same order on all ranks, since they follow from flags that all ranks have.
         for (_, present), group in groups.items():
-            local_roots = [gradients for index, (_, gradients) in enumerate(self.tree.roots, first) if present[index]]
-            self._add_in_order(group, local_roots, roots_by_rank, present)
+            self._reduce_group(group, subtrees_by_rank, present)
 
-        self.tree.roots.clear()
-        return packed, norms_of_gradients(self.driver.parameters, self.norms)
+        self.tree.clear()
+        return packed_sum
 
-    def _add_in_order(
-        self,
-        parameters: list[nn.Parameter],
-        local_roots: list[Gradients],
-        roots_by_rank: list[list[Subtree]],
-        present: Sequence[bool],
+    def _reduce_group(
+        self, parameters: list[nn.Parameter], subtrees_by_rank: list[list[Subtree]], present: Sequence[bool]
     ) -> None:
-        """Add the gradients of `parameters`, which have one dtype, and set their `grad` to the sums.
+        """Set the gradients of `parameters`, which have one dtype, to their sums over all ranks.
 
-        local_roots: this rank's roots that have gradients for the parameters
-        roots_by_rank: the roots of every rank
-        present: for each root of every rank, whether it has gradients for the parameters
+        present: for each subtree of every rank, whether its partial sum has gradients for the parameters
         """
-        collectives = self.driver.runtime.collectives
-        ranks = len(roots_by_rank)
+        ranks = len(subtrees_by_rank)
         sizes = [p.numel() for p in parameters]
         width = -(-sum(sizes) // ranks)  # elements of the slice that each rank owns
 
-        # One row for each of this rank's roots: the gradients of all parameters, one after another.
-        rows = parameters[0].new_zeros(len(local_roots), ranks * width)
-        for row, gradients in zip(rows, local_roots, strict=True):
+        # This rank's terms: a row for each partial sum, with the gradients of all parameters one after another.
+        local_sums = [gradients for _, gradients in self.tree.partial_sums if id(parameters[0]) in gradients]
+        rows = parameters[0].new_zeros(len(local_sums), ranks * width)
+        for row, gradients in zip(rows, local_sums, strict=True):
             torch.cat([gradients[id(p)].flatten() for p in parameters], out=row[: sum(sizes)])
 
-        # Every rank receives all terms of its own slice, ordered by rank and then by root.
-        to_send = rows.view(len(local_roots), ranks, width).transpose(0, 1).flatten()
+        # Every rank receives all terms of its own slice, ordered by rank and then by subtree.
+        to_send = rows.view(len(local_sums), ranks, width).transpose(0, 1).flatten()
+        send_sizes = [len(local_sums) * width] * ranks
 
-        # How many terms each rank sends.
         flags = iter(present)
-        counts = [sum(islice(flags, len(roots))) for roots in roots_by_rank]
-        received = to_send.new_empty(sum(counts) * width)
+        counts = [sum(islice(flags, len(subtrees))) for subtrees in subtrees_by_rank]  # the terms that each rank sends
         receive_sizes = [count * width for count in counts]
-        send_sizes = [len(local_roots) * width] * ranks
-        dist.all_to_all_single(received, to_send, receive_sizes, send_sizes, group=collectives.group)
 
-        # Add the terms of this rank's slice along the tree. A root without gradients has none.
+        received = to_send.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(received, to_send, receive_sizes, send_sizes, group=self._ranks.group)
+
+        # Add the terms of this rank's slice along the tree. A partial sum without gradients has none.
         tree: TreeSum[Tensor | None] = TreeSum(_add_present)
         terms = iter(received.view(-1, width))
-        all_roots = [root for roots in roots_by_rank for root in roots]
-        for subtree, has_term in zip(all_roots, present, strict=True):
+        for subtree, has_term in zip(chain(*subtrees_by_rank), present, strict=True):
             tree.push(subtree, next(terms) if has_term else None)
 
-        local_sum = tree.finish()
-        assert local_sum is not None, "some root has a gradient"
+        local_slice = tree.finish()
+        assert local_slice is not None, "some partial sum has a gradient"
 
         # All ranks get the sums of all slices.
-        summed = collectives.all_gather(local_sum).flatten()[: sum(sizes)]
+        summed = self._ranks.all_gather(local_slice).flatten()[: sum(sizes)]
         for parameter, gradient in zip(parameters, summed.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
@@ -186,47 +170,3 @@ def count_micro_batches(progress: PassProgress) -> int:
     count = progress.batches.global_num_micro_batches
     assert count is not None, "exact mode needs a source with a known number of micro-batches"
     return count
-
-
-# ---- norms ----
-#
-# They have the same bits whether a tensor is full or sharded along its first dimension. The order in which a kernel
-# adds the elements of a tensor depends on the tensor's shape. So the norm of each row is computed separately, and every
-# rank adds the squared norms of all rows in the same order.
-
-
-def row_norms(tensor: Tensor) -> Tensor:
-    """Return the norm of each row of `tensor` (rows, ...), as (rows,) in float64."""
-    rows = tensor.detach()
-
-    # A row of a vector is a single number, and a scalar is one row.
-    if rows.dim() < 2:
-        return rows.abs().double().reshape(-1)
-
-    rows = rows.flatten(1).contiguous()
-
-    # The CPU kernel sums each row separately, in the same way for any number of rows.
-    if rows.device.type == "cpu":
-        return torch.linalg.vector_norm(rows, dim=1).double()
-
-    return _sum_by_halves(rows.double().square()).sqrt()
-
-
-def norm_of_rows(norms: Tensor) -> Tensor:
-    """Return the norm () of a full tensor from the norms (rows,) of all its rows."""
-    return norms.square().sum().sqrt()
-
-
-def _sum_by_halves(squares: Tensor) -> Tensor:
-    """Sum each row of `squares` (rows, columns) by repeatedly adding its two halves.
-
-    The order of a GPU's row sums depends on the number of rows. Elementwise additions do not.
-    """
-    # Zeros pad the row to a power of two and change no sum.
-    width = 1 << (squares.shape[1] - 1).bit_length()
-    squares = F.pad(squares, (0, width - squares.shape[1]))
-    while width > 1:
-        width //= 2
-        squares = squares[:, :width] + squares[:, width:]
-
-    return squares[:, 0]

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UserError, some_names
-from lockstep.parallel.driver import no_gradient
-from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches, norm_of_rows, row_norms
+from lockstep.parallel.exact.norms import norm_of_rows, row_norms
+from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp import torch_private
-from lockstep.parallel.micro_batches import ExactReducer
-from lockstep.parallel.progress import PassProgress
-from lockstep.parallel.sharded import ShardedDriver
-from lockstep.runtime.control_word import LENGTH, ControlWord
+from lockstep.parallel.gradients import clear_gradients, no_gradient
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.control_word import LENGTH
 from lockstep.runtime.shards import to_local
 from lockstep.task import MicroBatch
 
@@ -33,20 +34,23 @@ class Turn(NamedTuple):
     is_last: bool
 
 
-class OrderedShards(ExactReducer):
+class ShardReducer(StepPart):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
     So the ranks take micro-batches in turn: with N ranks, turn k of a step computes micro-batches kN .. kN+N-1, one on
     each rank. The owner of a shard adds their gradients in order along a tree.
     """
 
-    def __init__(self, driver: ShardedDriver):
-        self.driver = driver
+    slot = "reduce"
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], sharded: Sequence[FSDPModule], ranks: Collectives):
+        """`parameters` are those of the `sharded` modules, over all `ranks`."""
         self.turn: Turn | None = None  # None outside a step
-        self._scalars = [p for p in driver.parameters.values() if p.dim() == 0]
+        self._parameters = parameters
+        self._scalars = [p for p in parameters.values() if p.dim() == 0]
+        self._ranks = ranks
 
         # One for each parameter group, since each needs its own tree.
-        sharded = [module for module in driver.model.modules() if isinstance(module, FSDPModule)]
         self._reductions = [_OrderedReduceScatter(self, module) for module in sharded]
         for module, reduction in zip(sharded, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)
@@ -64,21 +68,21 @@ class OrderedShards(ExactReducer):
         number = self.turn.number + 1 if self.turn else 0
         self.turn = Turn(number, count_micro_batches(progress), progress.is_last_micro_batch)
 
-        for parameter in self.driver.parameters.values():
-            parameter.grad = None  # FSDP would add to it, but only the last turn leaves the sum
+        # FSDP would add to the gradients, but only the last turn leaves the sum.
+        clear_gradients(self._parameters)
 
     def after_backward(self, progress: PassProgress) -> None:
         if self._scalars:
             self._store_scalar_gradients()
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.driver.runtime.device)
+        no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self._ranks.device)
         return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
-    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Check that every tree of the step is complete, and gather the norms with the control word."""
+    def reduce(self, packed_word: Tensor) -> tuple[Tensor, Tensor]:
+        """Finish the sums of a step. Return the summed control word [LENGTH], and the norm of each gradient."""
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
-        if any(tree.roots for reduction in self._reductions for tree in reduction.trees.values()):
+        if any(tree.partial_sums for reduction in self._reductions for tree in reduction.trees.values()):
             raise UserError(
                 "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
                 "earlier micro-batches of the step use it",
@@ -89,14 +93,14 @@ class OrderedShards(ExactReducer):
             self._reduce_scalars()
 
         # The norms of shards, and the control word, in one collective.
-        grads = [p.grad for p in self.driver.parameters.values() if p.grad is not None]
+        grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not grads:
             raise no_gradient()
 
-        words, rows = self._gather_rows(grads, self.driver.codec.pack(control_word))
-        packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
+        words, rows = self._gather_rows(grads, packed_word)
+        packed_sum = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         self.turn = None
-        return packed, torch.stack([norm_of_rows(norms) for norms in rows])
+        return packed_sum, torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _store_scalar_gradients(self) -> None:
         """Store this turn's gradients of the zero-dimensional parameters, which FSDP does not reduce.
@@ -115,7 +119,7 @@ class OrderedShards(ExactReducer):
     def _reduce_scalars(self) -> None:
         """Add the gradients of the zero-dimensional parameters over all micro-batches, along the tree."""
         assert self.turn is not None
-        gathered = self.driver.runtime.collectives.all_gather(torch.stack(self._scalar_terms))
+        gathered = self._ranks.all_gather(torch.stack(self._scalar_terms))
         by_turn = gathered.transpose(0, 1)  # [turns, ranks, 2, scalars], the order of micro-batches
         terms = by_turn.flatten(0, 1)[: self.turn.total]  # the rest is padding
 
@@ -131,8 +135,8 @@ class OrderedShards(ExactReducer):
         for parameter in self._scalars:
             parameter.grad = summed.get(id(parameter))
 
-    def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return every rank's `packed` [ranks, LENGTH], and for each tensor the norms [rows] of all its rows.
+    def _gather_rows(self, tensors: Sequence[Tensor], packed_word: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return every rank's `packed_word` [ranks, LENGTH], and for each tensor the norms [rows] of all its rows.
 
         One collective gathers both. FSDP shards by rows: the first ranks hold the same number of rows, the last ones
         fewer or none. A scalar counts as one row. Every rank holds it, and rank 0's is used.
@@ -140,16 +144,16 @@ class OrderedShards(ExactReducer):
         row_counts = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
 
         # An all-gather needs messages of the same length from all ranks, so shorter shards are padded with zeros.
-        shard_sizes = [-(-count // self.driver.runtime.world.size) for count in row_counts]
-        message = torch.zeros(LENGTH + sum(shard_sizes), dtype=torch.float64, device=self.driver.runtime.device)
-        message[:LENGTH] = packed
+        shard_sizes = [-(-count // self._ranks.world.size) for count in row_counts]
+        message = torch.zeros(LENGTH + sum(shard_sizes), dtype=torch.float64, device=self._ranks.device)
+        message[:LENGTH] = packed_word
 
         for slot, tensor in zip(message[LENGTH:].split(shard_sizes), tensors, strict=True):
             norms = row_norms(to_local(tensor))
             slot[: len(norms)] = norms
 
         # The shards of all ranks one after the other are the rows in order, and then what was padded.
-        gathered = self.driver.runtime.collectives.all_gather(message)
+        gathered = self._ranks.all_gather(message)
         shards = gathered[:, LENGTH:].split(shard_sizes, dim=1)
         rows = [norms.flatten()[:count] for norms, count in zip(shards, row_counts, strict=True)]
         return gathered[:, :LENGTH], rows
@@ -161,7 +165,7 @@ class _OrderedReduceScatter(torch_private.ReduceScatter):
     It is called once for each dtype of the group's gradients.
     """
 
-    def __init__(self, reducer: OrderedShards, module: FSDPModule) -> None:
+    def __init__(self, reducer: ShardReducer, module: FSDPModule) -> None:
         self.trees = defaultdict[torch.dtype, TreeSum[Tensor]](partial(TreeSum, Tensor.add_))
         self._reducer = reducer
         self._last: dict[torch.dtype, Turn] = {}  # the last turn whose gradients of the dtype were reduced
@@ -220,9 +224,9 @@ class _OrderedReduceScatter(torch_private.ReduceScatter):
 
         # Clone the terms that are views of `received`, so that they do not keep all of its memory alive.
         storage = received.untyped_storage().data_ptr()
-        tree.roots = [
+        tree.partial_sums = [
             (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
-            for subtree, term in tree.roots
+            for subtree, term in tree.partial_sums
         ]
 
     def _different_parameters(self) -> UserError:

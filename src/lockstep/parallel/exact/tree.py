@@ -13,9 +13,9 @@ the smallest up.
                        \\      /
                           +
 
-A rank with a range of micro-batches does all additions inside this range, and is left with the roots of a few subtrees.
-Pushing the roots of all ranks in order gives the same tree. This module only defines the order: it adds values of any
-type.
+A rank with a range of micro-batches does all additions inside this range, and is left with the sums of a few subtrees.
+Pushing these partial sums of all ranks in order gives the same tree. This module only defines the order: it adds values
+of any type.
 """
 
 from __future__ import annotations
@@ -46,40 +46,43 @@ class TreeSum(Generic[T]):
 
     def __init__(self, add: Callable[[T, T], T]):
         self.add = add
-        self.roots: list[tuple[Subtree, T]] = []  # subtrees in order; no two of them can be added yet
+        self.partial_sums: list[tuple[Subtree, T]] = []  # in order; no two of them can be added yet
+
+    def clear(self) -> None:
+        self.partial_sums.clear()
 
     def push(self, subtree: Subtree, value: T) -> None:
         """Push the sum `value` of a subtree, which must follow the subtrees pushed so far."""
         # As a binary counter carries.
-        while self.roots and subtree.completes(self.roots[-1][0]):
-            left, before = self.roots.pop()
+        while self.partial_sums and subtree.completes(self.partial_sums[-1][0]):
+            left, before = self.partial_sums.pop()
             subtree = Subtree(left.start, left.level + 1)
             value = self.add(before, value)
 
-        self.roots.append((subtree, value))
+        self.partial_sums.append((subtree, value))
 
     def finish(self) -> T:
         """Return the sum of everything that was pushed, and clear the tree."""
-        assert self.roots[0][0].start == 0, "the tree begins with micro-batch 0"
+        assert self.partial_sums[0][0].start == 0, "the tree begins with micro-batch 0"
 
-        # The remaining roots get smaller from left to right. The smallest are added first.
-        _, total = self.roots.pop()
-        while self.roots:
-            total = self.add(self.roots.pop()[1], total)
+        # The remaining subtrees get smaller from left to right. The smallest are added first.
+        _, total = self.partial_sums.pop()
+        while self.partial_sums:
+            total = self.add(self.partial_sums.pop()[1], total)
 
         return total
 
 
-def roots_of(first: int, stop: int) -> list[Subtree]:
-    """Return the roots that remain after all additions among micro-batches first .. stop - 1."""
-    roots = []
+def subtrees_of(first: int, stop: int) -> list[Subtree]:
+    """Return the subtrees that remain after all additions among micro-batches first .. stop - 1."""
+    subtrees = []
     while first < stop:
         # The largest subtree that begins at `first` and fits; its size must divide `first`.
         level = (stop - first).bit_length() - 1
         if first:
             level = min(level, (first & -first).bit_length() - 1)
 
-        roots.append(Subtree(first, level))
+        subtrees.append(Subtree(first, level))
         first += 1 << level
 
-    return roots
+    return subtrees

@@ -12,7 +12,7 @@ from __future__ import annotations
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
 from lockstep.parallel.driver import DriverSetup, broadcast_model
-from lockstep.parallel.exact.shards import OrderedShards
+from lockstep.parallel.exact.shards import ShardReducer
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.fsdp.forward_checks import (
@@ -61,73 +62,45 @@ class FSDPDriver(ShardedDriver):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
         check_shardable(model, config)
-        self._reshard_after_forward = config.strategy_record.reshard_after_forward
-        self._tp_group = axes.along("tp") if axes else None
-        self._dp_group = setup.dp_group
-
         originals = parameters_before(model)
-        blocks = find_blocks(model, config.blocks)
-        separate_blocks = blocks_without_shared_parameters(blocks, model)
-        mesh = axes.device_mesh["dp"] if axes else make_mesh(config, runtime)
-        shard = partial(_shard, config=config, precision=setup.precision, mesh=mesh)
-
-        # A model on the meta device is filled and sharded block by block, so that no rank ever holds all of it.
-        is_meta = any(p.is_meta for p in model.parameters())
-        if is_meta:
-            fill_model(model, separate_blocks, shard, runtime)
-        else:
-            if axes is None:
-                broadcast_model(model, runtime.collectives)
-
-            for block in separate_blocks:
-                shard(block)
-
-        # The parameters outside the blocks.
-        shard(model)
-        configure_sharding(model)
+        banner = _shard_blocks(model, setup)
 
         # Exact mode adds gradients of one turn after another, and a turn has a micro-batch of each rank.
-        banner = describe_blocks(len(blocks), len(separate_blocks))
         role = replace(setup.role, in_turn=config.exact, banner=banner)
-        self._scalars = [p for p in scalars(model) if p.requires_grad]
 
-        # The constructor below puts the user's hooks around it: they are called before the ranks compare.
-        self._collective_check = CollectiveCheck(model, runtime)
-        self._forward_checks = ForwardChecks(model, sharded_modules(model), originals, config)
-        super().__init__(model, setup, role, OrderedShards if config.exact else None)
+        # Layers that tp has sharded have no full gradients. Without tp, hooks get those of each micro-batch: see below.
+        super().__init__(model, setup, role, hooks_on_sums=setup.hooks if axes else {})
+        self._dp_group = setup.dp_group
+        self._tp_group = axes.along("tp") if axes else None
+        self._scalars = [p for p in scalars(model) if p.requires_grad]
+        self._reshard_after_forward = config.strategy_record.reshard_after_forward
         self._graph_is_retained = False  # the loss computed a gradient itself, and the backward needs its graph again
 
-        if is_meta:
-            self.sync_buffers()  # each rank initialised its own
+        modules = sharded_modules(model)
+        self._collective_check = CollectiveCheck(model, runtime)
+        self._forward_checks = ForwardChecks(model, modules, originals, config)
+
+        self._exact_reducer: ShardReducer | None = None
+        if config.exact:
+            self._exact_reducer = self.parts.add(ShardReducer(self.parameters, modules, runtime.collectives))
+
+        # Last, so that the user's hooks are called first: before the ranks compare.
+        if axes is None:
+            _register_before_reduction(setup.hooks, self.parameters, modules, self._scalars)
 
     def begin_pass(self) -> None:
         super().begin_pass()
         self._collective_check.begin_pass()
         self._forward_checks.begin_pass()
 
-    def _use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        # Layers that tp has sharded have no full gradients.
-        if self._tp_group:
-            super()._use_parameter_hooks(hooks)
-            return
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self._exact_reducer.norms(tensors) if self._exact_reducer else super().norms(tensors)
 
-        # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
-        # just before its reduction. If a block is called more than once, its gradient may come in parts; for a linear
-        # hook that makes no difference.
-        by_parameter = {id(self.parameters[name]): own for name, own in hooks.items()}
+    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
+        if self._exact_reducer:
+            return self._exact_reducer.reduce(self.codec.pack(control_word))
 
-        for module in sharded_modules(self.model):
-            ids = [(p, id(torch_private.shard(p))) for p in torch_private.grouped_parameters(module)]
-            hooked = [(p, by_parameter.pop(key)) for p, key in ids if key in by_parameter]
-            if hooked:
-                torch_private.call_before_reduction(module, partial(_call_hooks, module, hooked))
-
-        # FSDP ignores scalars, so autograd calls their hooks.
-        for parameter in self._scalars:
-            if id(parameter) in by_parameter:
-                by_parameter.pop(id(parameter)).register(parameter)
-
-        assert not by_parameter, "a trainable parameter is neither sharded nor a scalar"
+        return super().finish_reduction(control_word)
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -213,6 +186,36 @@ class FSDPDriver(ShardedDriver):
             broadcast_unsharded_gradients([*self.parameters.values()], self._tp_group)
 
 
+def _shard_blocks(model: nn.Module, setup: DriverSetup) -> dict[str, str]:
+    """Shard a model block by block, in place. Return lines for the banner."""
+    config, runtime, axes = setup.config, setup.runtime, setup.axes
+    blocks = find_blocks(model, config.blocks)
+    separate_blocks = blocks_without_shared_parameters(blocks, model)
+    mesh = axes.device_mesh["dp"] if axes else make_mesh(config, runtime)
+    shard = partial(_shard, config=config, precision=setup.precision, mesh=mesh)
+
+    # A model on the meta device is filled and sharded block by block, so that no rank ever holds all of it.
+    is_meta = any(p.is_meta for p in model.parameters())
+    if is_meta:
+        fill_model(model, separate_blocks, shard, runtime)
+    else:
+        if axes is None:
+            broadcast_model(model, runtime.collectives)
+
+        for block in separate_blocks:
+            shard(block)
+
+    # The parameters outside the blocks.
+    shard(model)
+    configure_sharding(model)
+
+    # Each rank has filled its own buffers.
+    if is_meta:
+        broadcast_buffers(dict(model.named_buffers()), runtime.collectives)
+
+    return describe_blocks(len(blocks), len(separate_blocks))
+
+
 def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: DeviceMesh) -> None:
     cast_parameters_(module, precision)
     fully_shard(
@@ -224,6 +227,32 @@ def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: Dev
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
         ignored_params=set(scalars(module)),
     )
+
+
+def _register_before_reduction(
+    hooks: Mapping[str, ParameterHooks],
+    parameters: Mapping[str, nn.Parameter],
+    modules: Sequence[FSDPModule],
+    unsharded: Sequence[nn.Parameter],
+) -> None:
+    """Have the user's hooks called with the full gradients of each micro-batch, before FSDP reduces them."""
+    # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only just
+    # before its reduction. If a block is called more than once, its gradient may come in parts; for a linear hook that
+    # makes no difference.
+    by_parameter = {id(parameters[name]): own for name, own in hooks.items()}
+
+    for module in modules:
+        ids = [(p, id(torch_private.shard(p))) for p in torch_private.grouped_parameters(module)]
+        hooked = [(p, by_parameter.pop(key)) for p, key in ids if key in by_parameter]
+        if hooked:
+            torch_private.call_before_reduction(module, partial(_call_hooks, module, hooked))
+
+    # FSDP ignores these, so autograd calls their hooks.
+    for parameter in unsharded:
+        if id(parameter) in by_parameter:
+            by_parameter.pop(id(parameter)).register(parameter)
+
+    assert not by_parameter, "a trainable parameter is neither sharded nor a scalar"
 
 
 def _call_hooks(module: FSDPModule, hooked: list[tuple[Any, ParameterHooks]]) -> None:

@@ -102,6 +102,12 @@ def take_hooks(model: nn.Module) -> dict[str, ParameterHooks]:
     }
 
 
+def register_hooks(hooks: Mapping[str, ParameterHooks], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Register the hooks of parameters that every rank holds in full. Both `hooks` and `parameters` are by name."""
+    for name, own in hooks.items():
+        own.register(parameters[name])
+
+
 def change_sums(hooks: Mapping[str, ParameterHooks], parameters: Mapping[str, nn.Parameter]) -> None:
     """Apply the hooks to the gradient sums of a step, of which each rank may hold a shard. Collective.
 

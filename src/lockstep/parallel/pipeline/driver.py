@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.checkpoint.state.reshard import ParameterHolders
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
-from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, no_gradient, trainable
+from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.fsdp.driver import sharded_modules
 from lockstep.parallel.fsdp.forward_checks import ForwardChecks, check_shardable, parameters_before
-from lockstep.parallel.gradients import sum_with_word
+from lockstep.parallel.gradients import clear_gradients, no_gradient, sum_with_word
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.mesh import Axes, Mesh
-from lockstep.parallel.micro_batches import clear_gradients
 from lockstep.parallel.parameter_hooks.hooks import change_sums
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.pipeline import Pipeline
@@ -50,10 +50,6 @@ class PipelineDriver(Driver):
         """Split `model`, which is a full model on the CPU. A trace of its forward reads two of the samples."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
         assert axes is not None
-        self._runtime = runtime
-        self._dp_group = setup.dp_group
-        self._tp_group = axes.along("tp")
-
         sharded = config.strategy_record.shards_parameters and axes.mesh.sizes["dp"] > 1
         _check(config, sharded, runtime, setup.compiled)
         if sharded:
@@ -62,12 +58,13 @@ class PipelineDriver(Driver):
         originals = parameters_before(model)
         split = _split_model(model, setup, axes, sharded)
 
-        # What the engine sees.
-        self.model = model
-        self.role = _role_in(split, setup, axes.mesh)
-        self.parameters = trainable(model)
+        super().__init__(model, _role_in(split, setup, axes.mesh), trainable(model), StepParts(overlapping=True))
+        self._runtime = runtime
+        self._dp_group = setup.dp_group
+        self._tp_group = axes.along("tp")
         self._names = list(self.parameters)
-        self._parameter_hooks = setup.hooks  # called with the gradient sums of a step
+        self._holding_ranks = split.holding_ranks
+        self._hooks_on_sums = setup.hooks  # called with the gradient sums of a step
 
         # What sums the gradients.
         holders = [split.pp_ranks[name] for name in self._names]
@@ -75,7 +72,6 @@ class PipelineDriver(Driver):
         self._gradients = StageGradients(runtime, axes, [*self.parameters.values()], is_held, holders, sharded)
 
         # What takes part in the steps.
-        self.parts = StepParts(overlapping=True)
         materialized = split.materialized
         self._statistics = add_running_statistics(self.parts, model, self._dp_group, materialized, setup.log_event)
 
@@ -90,7 +86,7 @@ class PipelineDriver(Driver):
         self._inner_gradients = InnerGradients(self._before_inner_gradient)
 
         # What runs the micro-batches.
-        stages_of_remote = {name: split.by_tensor[name] for name in self.role.holders}
+        stages_of_remote = {name: split.by_tensor[name] for name in split.holding_ranks}
         self._remote = RemoteTensors(model, stages_of_remote, materialized)
         self._pipeline = Pipeline(
             model,
@@ -169,7 +165,7 @@ class PipelineDriver(Driver):
         return self._gradients.norms(tensors)
 
     def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        holders = self.role.holders.get(name)
+        holders = self._holding_ranks.get(name)
         if holders is None:
             return full_tensor(tensor)
 
@@ -187,7 +183,7 @@ class PipelineDriver(Driver):
 
         # Placeholders of other stages have no memory to receive into.
         named = self.model.named_buffers()
-        buffers = {name: buffer for name, buffer in named if name not in self.role.held_elsewhere}
+        buffers = {name: buffer for name, buffer in named if name not in self.role.holders.held_elsewhere}
         broadcast_buffers(buffers, self._dp_group)
         broadcast_buffers(buffers, self._tp_group)
         self._statistics.forget()
@@ -214,7 +210,7 @@ class PipelineDriver(Driver):
         # for them, because they decide what is summed.
         used = self._gradients.used()
         flags = torch.tensor([*self._pipeline.step_flags(), *used, *self._remote.used()], dtype=torch.float64)
-        packed, counts = sum_with_word(self._codec, control_word, flags, self._runtime.collectives)
+        packed, counts = sum_with_word(self._codec.pack(control_word), flags, self._runtime.collectives)
         refused, reached, *used_anywhere = [count > 0 for count in counts.tolist()]
         if refused:
             self._raise_refusal()
@@ -227,7 +223,7 @@ class PipelineDriver(Driver):
 
         # Then sum the gradients, and call the user's hooks with the sums.
         self._gradients.sum(used_anywhere[: len(used)])
-        change_sums(self._parameter_hooks, self.parameters)
+        change_sums(self._hooks_on_sums, self.parameters)
         return packed, self._gradients.step_norms()
 
     def _raise_refusal(self) -> NoReturn:
@@ -244,6 +240,7 @@ class _Split(NamedTuple):
     local_stages: Sequence[Stage]
     by_tensor: Mapping[str, Sequence[int]]  # the stages that use each tensor
     pp_ranks: Mapping[str, set[int]]  # the ranks along pp whose stages use it; empty if no stage does: then all hold it
+    holding_ranks: Mapping[str, tuple[int, ...]]  # the ranks that hold a tensor, if not all of them do
     held: set[str]  # the tensors that this rank's stages use, and those that no stage uses
     materialized: set[str]  # `held`, and all buffers that its stages may write into: they have memory on this rank
     banner: Mapping[str, str]  # lines about the stages
@@ -268,6 +265,8 @@ def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool
     local_stages = stages[pp_rank :: sizes["pp"]]
     pp_ranks = {name: {stage % sizes["pp"] for stage in users} for name, users in by_tensor.items()}
     held = {name for name, users in pp_ranks.items() if not users or pp_rank in users}
+    partial = {name: users for name, users in pp_ranks.items() if 0 < len(users) < sizes["pp"]}
+    holding_ranks = {name: ranks_at(axes.mesh, users) for name, users in partial.items()}
 
     # Of all other tensors this rank keeps placeholders, but a stage may write into any buffer.
     mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
@@ -287,26 +286,18 @@ def _split_model(model: nn.Module, setup: DriverSetup, axes: Axes, sharded: bool
             stage.compile()
 
     banner = shard_stages(local_stages, model, held, config, axes) if sharded else {}
-    return _Split(stages, local_stages, by_tensor, pp_ranks, held, materialized, banner)
+    return _Split(stages, local_stages, by_tensor, pp_ranks, holding_ranks, held, materialized, banner)
 
 
 def _role_in(split: _Split, setup: DriverSetup, mesh: Mesh) -> RankRole:
     """Return the role of this rank in a pipeline."""
-    pp_rank, ranks = mesh.coordinate("pp"), mesh.sizes["pp"]
-
-    # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
-    pp_ranks = split.pp_ranks
-    holders = {name: ranks_at(mesh, users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
-    return replace(
-        setup.role,
-        replicated=False,
-        runs_whole_model=False,
-        pipeline_depth=ranks,
-        holders=holders,
-        held_elsewhere=frozenset(name for name in holders if setup.runtime.world.rank not in holders[name]),
-        duplicates=frozenset(name for name, users in pp_ranks.items() if users and pp_rank > min(users)),
-        banner=split.banner,
+    pp_rank, pp_ranks = mesh.coordinate("pp"), split.pp_ranks
+    holders = ParameterHolders(
+        held_elsewhere=pp_ranks.keys() - split.held,
+        all_on_every_rank=not split.holding_ranks,
+        duplicates={name for name, users in pp_ranks.items() if users and pp_rank > min(users)},
     )
+    return replace(setup.role, pipeline_depth=mesh.sizes["pp"], replicated=False, holders=holders, banner=split.banner)
 
 
 def _refuse_shared_batchnorm(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:

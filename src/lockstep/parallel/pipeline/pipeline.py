@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import LossFn, no_gradient
+from lockstep.parallel.driver import LossFn
+from lockstep.parallel.gradients import no_gradient
 from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
 from lockstep.parallel.pipeline.schedules import PreparedSchedule

@@ -31,8 +31,9 @@ class TensorDriver(ShardedDriver):
     """Sums gradients over the replicas along dp, after the last backward."""
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
+        """The layers of `model` are sharded by now: see `shard_layers`."""
         assert setup.axes is not None
-        super().__init__(model, setup)
+        super().__init__(model, setup, setup.role, setup.hooks)
         self._dp_group = setup.dp_group
         self._tp_group = setup.axes.along("tp")
 

@@ -16,8 +16,8 @@ from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.observe import metrics
 from lockstep.parallel.exact.grid import WEIGHT_GRID, check_representable, on_grid
-from lockstep.parallel.exact.reducers import _sum_by_halves, norm_of_rows, row_norms
-from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
+from lockstep.parallel.exact.norms import _sum_by_halves, norm_of_rows, row_norms
+from lockstep.parallel.exact.tree import Subtree, TreeSum, subtrees_of
 from lockstep.plan.plan import make_plan
 
 
@@ -53,8 +53,8 @@ def test_any_cut_gives_the_same_tree(total: int, data: st.DataObject) -> None:
         rank: TreeSum[str] = TreeSum(lambda left, right: f"({left}+{right})")
         for index in range(first, stop):
             rank.push(Subtree(index, 0), str(index))
-        assert [span for span, _ in rank.roots] == roots_of(first, stop)
-        for span, value in rank.roots:
+        assert [span for span, _ in rank.partial_sums] == subtrees_of(first, stop)
+        for span, value in rank.partial_sums:
             everybody.push(span, value)
     assert everybody.finish() == written_out(total)
 
@@ -65,12 +65,12 @@ def test_one_root_on_every_rank_and_log2_copies(ranks: int, each: int) -> None:
     total, world = 2 ** (ranks + each), 2**ranks
     for rank in range(world):
         part = rank_range(total, rank, world)
-        assert len(roots_of(part.start, part.stop)) == 1
+        assert len(subtrees_of(part.start, part.stop)) == 1
         tree: TreeSum[int] = TreeSum(lambda left, right: 0)
         most = 0
         for index in part[:-1]:  # the last one is still in its bucket when it is added
             tree.push(Subtree(index, 0), 0)
-            most = max(most, len(tree.roots))
+            most = max(most, len(tree.partial_sums))
         assert most == each
 
 

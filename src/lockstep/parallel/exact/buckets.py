@@ -3,7 +3,8 @@
 Every rank owns a slice of each chunk of a bucket. All ranks send their terms of that slice to its owner, which adds
 them in order and sends the sum back to all. Gradients are sent without a copy, and sums are received in place.
 
-With one root on each of N ranks, every rank sends and receives 2(N-1)/N of the gradient, as in a ring all-reduce.
+With one partial sum on each of N ranks, every rank sends and receives 2(N-1)/N of the gradient, as in a ring
+all-reduce.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 
 from lockstep.data.windows import rank_range
 from lockstep.parallel.ddp.comm_hooks import Bucket, CommHook
-from lockstep.parallel.exact.reducers import Gradients, OrderedTree
+from lockstep.parallel.exact.reducers import Gradients, TreeReducer
 from lockstep.parallel.exact.tree import Subtree, TreeSum
-from lockstep.parallel.micro_batches import check_reached, norms_of_gradients
-from lockstep.parallel.progress import PassProgress
+from lockstep.parallel.gradients import check_reached
+from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import ControlWord
 
 CHUNK = 2**20  # elements that are reduced at once: one chunk is added while others are being sent
@@ -53,27 +54,16 @@ def _add_up(chunk: _Chunk) -> None:
         chunk.own.copy_(total)
 
 
-class OrderedBuckets(OrderedTree):
-    """Replicas under DDP. In the last backward, a hook adds the partial sums of all ranks."""
-
-    def comm_hook(self, word_parameter: nn.Parameter, group: dist.ProcessGroup) -> OrderedHook:
-        """Return the hook for DDP's buckets. `word_parameter`: the parameter whose gradient is the control word."""
-        self._word_parameter = word_parameter
-        return OrderedHook(word_parameter, group, self)
+class BucketReducer(TreeReducer):
+    """The sums of replicas under DDP, whose `OrderedHook` adds the partial sums of all ranks in the last backward."""
 
     def after_backward(self, progress: PassProgress) -> None:
         # The hook has added the last micro-batch.
         if progress.is_last_micro_batch:
             return
 
-        parameters = self.driver.parameters
-        check_reached([name for name, p in parameters.items() if p.grad is None], len(parameters))
+        check_reached([name for name, p in self.parameters.items() if p.grad is None], len(self.parameters))
         super().after_backward(progress)
-
-    def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        # The hook has reduced everything in the last backward.
-        assert self._word_parameter.grad is not None
-        return self._word_parameter.grad, norms_of_gradients(self.driver.parameters, self.norms)
 
 
 class OrderedHook(CommHook):
@@ -83,7 +73,7 @@ class OrderedHook(CommHook):
     by bucket.
     """
 
-    def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup, reducer: OrderedBuckets):
+    def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup, reducer: BucketReducer):
         super().__init__(word_parameter, group)
         self._reducer = reducer
         self.rank = group.rank()
@@ -96,10 +86,10 @@ class OrderedHook(CommHook):
     def prepare(self, grad_output: Tensor, control_word: ControlWord | None) -> None:
         # DDP runs the hook only in the last backward of a step, which has the control word.
         if control_word is not None:
-            self._roots_by_rank = self._reducer.roots_by_rank()
+            self._subtrees_by_rank = self._reducer.subtrees_by_rank(self.ranks)
 
     def finish(self) -> None:
-        self._reducer.tree.roots.clear()
+        self._reducer.tree.clear()
 
     def reduce_bucket(self, bucket: Bucket) -> Iterator[None]:
         # There is one control word per rank, not per micro-batch, so all words are gathered. A copy is sent, since the
@@ -129,14 +119,14 @@ class OrderedHook(CommHook):
         Every rank owns a slice of each chunk: it receives all terms of its slice, adds them, and sends the sum.
         """
         buffer = bucket.buffer
-        roots = self._local_roots(bucket)
+        local_sums = self._local_sums(bucket)
         if self.through_host:
-            roots = [root.to("cpu", copy=True) for root in roots]
-            buffer = roots[-1] if roots else torch.empty_like(buffer, device="cpu")
+            local_sums = [flat.to("cpu", copy=True) for flat in local_sums]
+            buffer = local_sums[-1] if local_sums else torch.empty_like(buffer, device="cpu")
 
-        # Each slice of a root goes to the rank that owns it.
+        # Each slice of a partial sum goes to the rank that owns it.
         received = self._take_buffer(buffer)
-        chunks = list(self._start_chunks(buffer, roots, received))
+        chunks = list(self._start_chunks(buffer, local_sums, received))
         yield
 
         # Add the terms of this rank's own slices, and send the sums to all ranks.
@@ -160,7 +150,7 @@ class OrderedHook(CommHook):
         if self.through_host:
             bucket.buffer.copy_(buffer)
 
-    def _start_chunks(self, buffer: Tensor, roots: list[Tensor], received: Tensor) -> Iterator[_Chunk]:
+    def _start_chunks(self, buffer: Tensor, local_sums: list[Tensor], received: Tensor) -> Iterator[_Chunk]:
         """Start the transfers of all chunks. Other ranks' terms are received into consecutive parts of `received`."""
         taken = 0  # elements of `received` in use
         for begin in range(0, buffer.numel(), CHUNK):
@@ -173,11 +163,11 @@ class OrderedHook(CommHook):
             # All terms of this rank's own slice, from all ranks, in the order of their micro-batches.
             terms: list[tuple[Subtree, Tensor]] = []
             transfers: list[tuple[Any, Tensor, int]] = []
-            for rank, subtrees in enumerate(self._roots_by_rank):
+            for rank, subtrees in enumerate(self._subtrees_by_rank):
                 for index, subtree in enumerate(subtrees):
                     if rank == self.rank:
                         # `own` itself if possible: _add_up compares by identity.
-                        term = own if roots[index] is buffer else roots[index][slices[self.rank]]
+                        term = own if local_sums[index] is buffer else local_sums[index][slices[self.rank]]
                     else:
                         term = received[taken : taken + len(own)]
                         taken += len(own)
@@ -185,8 +175,8 @@ class OrderedHook(CommHook):
 
                     terms.append((subtree, term))
 
-            # Send this rank's roots to the owners of all other slices.
-            transfers += [(dist.isend, root[slices[rank]], rank) for rank in self.others for root in roots]
+            # Send this rank's partial sums to the owners of all other slices.
+            transfers += [(dist.isend, flat[slices[rank]], rank) for rank in self.others for flat in local_sums]
             yield _Chunk([buffer[part] for part in slices], own, terms, self._start(transfers))
 
     def _start(self, transfers: list[tuple[Any, Tensor, int]]) -> list[dist.Work]:
@@ -204,7 +194,7 @@ class OrderedHook(CommHook):
 
         Buffers are reused in later steps: allocating takes as long as the additions.
         """
-        terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.rank)
+        terms = sum(len(subtrees) for rank, subtrees in enumerate(self._subtrees_by_rank) if rank != self.rank)
         chunks = -(-buffer.numel() // CHUNK)
 
         # One more element per chunk, because the sizes of slices are rounded up.
@@ -218,15 +208,15 @@ class OrderedHook(CommHook):
         self._free_buffers = [free for free in self._free_buffers if free.dtype != buffer.dtype]
         return buffer.new_empty(size)
 
-    def _local_roots(self, bucket: Bucket) -> list[Tensor]:
-        """Return this rank's roots, laid out like the bucket. The last is the bucket itself, the others are copies."""
+    def _local_sums(self, bucket: Bucket) -> list[Tensor]:
+        """Return this rank's partial sums, laid out like the bucket: copies, and last the bucket itself."""
         subtree = self._reducer.subtree
         if subtree is None:
             return []
 
         # The control word is left out: it has no earlier sums.
         views = {id(p): view for p, view in bucket.gradients if p is not self.word_parameter}
-        earlier = list(self._reducer.tree.roots)
+        earlier = list(self._reducer.tree.partial_sums)
 
         # Additions that need no other rank's terms are done here, in the bucket itself.
         while earlier and subtree.completes(earlier[-1][0]):
