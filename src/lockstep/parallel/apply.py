@@ -25,7 +25,7 @@ from lockstep.parallel.compiled.targets import compiled_call, notice_hooks
 from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.driver import Driver, DriverSetup, RankRole, register_nothing
 from lockstep.parallel.exact.block_inputs import group_input_gradients
-from lockstep.parallel.fsdp.driver import check_offload, check_scalars
+from lockstep.parallel.fsdp.sharding import check_offload, check_scalars
 from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.micro_batches import MicroBatchDriver, SingleDriver, runs_whole_model

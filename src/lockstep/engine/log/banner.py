@@ -26,7 +26,7 @@ from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hook_table import COMM_HOOKS
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.fsdp.driver import count_replicas
+from lockstep.parallel.fsdp.sharding import count_replicas
 from lockstep.parallel.mesh import Mesh, is_sharded_along_tp, plan_mesh
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision

@@ -10,7 +10,6 @@ Gradients are sums over ranks, where torch would leave means.
 from __future__ import annotations
 
 import socket
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from lockstep.config import FSDPConfig, RunConfig
-from lockstep.errors import UserError
-from lockstep.parallel.batchnorm.buffers import broadcast_buffers
-from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.driver import DriverSetup, broadcast_model
+from lockstep.parallel.driver import DriverSetup
 from lockstep.parallel.exact.shards import ShardReducer
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
@@ -37,16 +31,14 @@ from lockstep.parallel.fsdp.forward_checks import (
     gathered_parameters,
     parameters_before,
 )
+from lockstep.parallel.fsdp.sharding import scalars, shard_blocks, sharded_modules
 from lockstep.parallel.gradients import broadcast_unsharded_gradients, count_and_sum
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
-from lockstep.parallel.meta.init import fill_model
 from lockstep.parallel.parameter_hooks.hooks import ParameterHooks
 from lockstep.parallel.sharded import ShardedDriver
-from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.host.resources import available_memory
-from lockstep.runtime.world import World
 
 # torch's name for the autograd node at a block's inputs. A frozen block has no leaf to find it by.
 FSDP_NODES = frozenset({"RegisterPostBackwardFunctionBackward"})
@@ -63,7 +55,7 @@ class FSDPDriver(ShardedDriver):
         config, runtime, axes = setup.config, setup.runtime, setup.axes
         check_shardable(model, config)
         originals = parameters_before(model)
-        banner = _shard_blocks(model, setup)
+        banner = shard_blocks(model, setup)
 
         # Exact mode adds gradients of one turn after another, and a turn has a micro-batch of each rank.
         role = replace(setup.role, in_turn=config.exact, banner=banner)
@@ -76,17 +68,17 @@ class FSDPDriver(ShardedDriver):
         self._reshard_after_forward = config.strategy_record.reshard_after_forward
         self._graph_is_retained = False  # the loss computed a gradient itself, and the backward needs its graph again
 
-        modules = sharded_modules(model)
+        self._modules = sharded_modules(model)
         self._collective_check = CollectiveCheck(model, runtime)
-        self._forward_checks = ForwardChecks(model, modules, originals, config)
+        self._forward_checks = ForwardChecks(model, self._modules, originals, config)
 
         self._exact_reducer: ShardReducer | None = None
         if config.exact:
-            self._exact_reducer = self.parts.add(ShardReducer(self.parameters, modules, runtime.collectives))
+            self._exact_reducer = self.parts.add(ShardReducer(self.parameters, self._modules, runtime.collectives))
 
         # Last, so that the user's hooks are called first: before the ranks compare.
         if axes is None:
-            _register_before_reduction(setup.hooks, self.parameters, modules, self._scalars)
+            _register_before_reduction(setup.hooks, self.parameters, self._modules, self._scalars)
 
     def begin_pass(self) -> None:
         super().begin_pass()
@@ -105,10 +97,8 @@ class FSDPDriver(ShardedDriver):
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
         # Every token of a generated text would gather the whole model again, so keep it gathered if memory allows.
-        modules = sharded_modules(self.model)
         stays_gathered = not self._reshard_after_forward or _has_room(self.model, self.runtime)
-
-        for module in modules:
+        for module in self._modules:
             module.set_reshard_after_forward(not stays_gathered, recurse=False)
 
         try:
@@ -116,20 +106,20 @@ class FSDPDriver(ShardedDriver):
                 warning = "every forward gathers the model again: there is not enough memory for twice its parameters"
                 yield None if stays_gathered else warning
         except BaseException:
-            torch_private.forget_failed_backward(modules[0])
+            torch_private.forget_failed_backward(self._modules[0])
             raise
         finally:
             # Restore the configured setting, and reshard everything.
-            for module in modules:
+            for module in self._modules:
                 module.set_reshard_after_forward(self._reshard_after_forward, recurse=False)
                 module.reshard()
 
             # A failed backward leaves gradients, to which the first step would add.
-            for _, full in gathered_parameters(sharded_modules(self.model)):
+            for _, full in gathered_parameters(self._modules):
                 full.grad = None
 
     def reshard(self) -> None:
-        for module in sharded_modules(self.model):
+        for module in self._modules:
             module.reshard()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -141,12 +131,12 @@ class FSDPDriver(ShardedDriver):
         # gradient that does not reach the model changes nothing: one rank may compute it alone.
         if inner.retains_graph and not self._graph_is_retained and inner.reaches(self.leaf_names(), FSDP_NODES):
             self._graph_is_retained = True
-            for module in sharded_modules(self.model):
+            for module in self._modules:
                 module.set_reshard_after_backward(False, recurse=False)
 
     def leaf_names(self) -> dict[int, str]:
         names = super().leaf_names()
-        gathered = gathered_parameters(sharded_modules(self.model))
+        gathered = gathered_parameters(self._modules)
         return names | {id(full): names[id(sharded)] for sharded, full in gathered if id(sharded) in names}
 
     def _run_backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
@@ -166,67 +156,23 @@ class FSDPDriver(ShardedDriver):
         A parameter's gradient then comes in several parts, of which FSDP would reduce some and drop the others. So
         gradient synchronisation is off during the backward, and everything is reduced at its end.
         """
-        modules = sharded_modules(self.model)
-        for module in modules:
+        for module in self._modules:
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
 
         torch.autograd.backward(total, grad_output)
 
-        for module in modules:
+        for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
 
-        torch_private.end_backward(modules[0])
+        torch_private.end_backward(self._modules[0])
         self._graph_is_retained = False
 
     def _reduce_gradients(self) -> None:
         count_and_sum(self._scalars, self._dp_group)
         if self._tp_group:
             broadcast_unsharded_gradients([*self.parameters.values()], self._tp_group)
-
-
-def _shard_blocks(model: nn.Module, setup: DriverSetup) -> dict[str, str]:
-    """Shard a model block by block, in place. Return lines for the banner."""
-    config, runtime, axes = setup.config, setup.runtime, setup.axes
-    blocks = find_blocks(model, config.blocks)
-    separate_blocks = blocks_without_shared_parameters(blocks, model)
-    mesh = axes.device_mesh["dp"] if axes else make_mesh(config, runtime)
-    shard = partial(_shard, config=config, precision=setup.precision, mesh=mesh)
-
-    # A model on the meta device is filled and sharded block by block, so that no rank ever holds all of it.
-    is_meta = any(p.is_meta for p in model.parameters())
-    if is_meta:
-        fill_model(model, separate_blocks, shard, runtime)
-    else:
-        if axes is None:
-            broadcast_model(model, runtime.collectives)
-
-        for block in separate_blocks:
-            shard(block)
-
-    # The parameters outside the blocks.
-    shard(model)
-    configure_sharding(model)
-
-    # Each rank has filled its own buffers.
-    if is_meta:
-        broadcast_buffers(dict(model.named_buffers()), runtime.collectives)
-
-    return describe_blocks(len(blocks), len(separate_blocks))
-
-
-def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: DeviceMesh) -> None:
-    cast_parameters_(module, precision)
-    fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=config.strategy_record.reshard_after_forward,
-        # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.stores_bf16 else None),
-        offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
-        ignored_params=set(scalars(module)),
-    )
 
 
 def _register_before_reduction(
@@ -284,100 +230,3 @@ def _free_memory(device: torch.device) -> tuple[str, float]:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
     return device_name(device), min(free + unused, allowed)
-
-
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def configure_sharding(model: nn.Module) -> None:
-    """Make FSDP sum gradients of any dtypes instead of averaging, and keep recurrent layers from moving weights."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            torch_private.check_members(module)
-            module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-            torch_private.reduce_each_dtype(module)
-
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters = _do_not_flatten  # pyrefly: ignore[bad-assignment]
-            # cuDNN then copies the weights in every call, and warns about it.
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-
-
-def _do_not_flatten() -> None:
-    """Do nothing. This replaces RNNBase.flatten_parameters.
-
-    On a GPU, that would move a layer's weights into one chunk of memory, while FSDP goes on gathering into the old
-    memory: the layer would always compute with the weights of the first step.
-    """
-
-
-def describe_blocks(count: int, separate: int) -> dict[str, str]:
-    """Return a banner line if not all of the `count` blocks are sharded separately, because some share parameters."""
-    if separate == count:
-        return {}
-
-    reason = "share a parameter with others: they are gathered together with the rest"
-    return {"fsdp": f"{count - separate} of {count} blocks {reason}"}
-
-
-def scalars(model: nn.Module) -> list[nn.Parameter]:
-    """Return the zero-dimensional parameters. They have no dimension to shard, so they stay full on every rank."""
-    return [p for p in model.parameters() if p.dim() == 0]
-
-
-def check_scalars(model: nn.Module, config: RunConfig) -> None:
-    """Refuse zero-dimensional parameters with settings under which their gradients cannot be reduced."""
-    obstacles = {
-        "fsdp.offload=true": config.fsdp.offload,
-        "mesh.pp": (config.mesh.pp or 1) > 1,
-    }
-    obstacle = next((setting for setting, is_set in obstacles.items() if is_set), None)
-    scalar = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
-
-    if obstacle and scalar:
-        raise UserError(
-            f"strategy={config.strategy} with {obstacle} cannot shard the parameter {scalar!r}: it has no dimension",
-            "",
-            "make it a vector with one element, such as torch.zeros(1); or set strategy=ddp",
-        )
-
-
-def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
-    if config.offload and runtime.device.type == "cpu":
-        raise UserError(
-            "fsdp.offload=true has no effect on a CPU: everything is in host memory already",
-            "",
-            "leave fsdp.offload out",
-        )
-
-    if config.offload and runtime.world.alone:
-        raise UserError(
-            "fsdp.offload=true has no effect on one rank: nothing is sharded", "", "start two ranks: --nproc 2"
-        )
-
-
-def count_replicas(config: FSDPConfig, world: World) -> int:
-    """Return the number of replicas under hsdp: groups of ranks that together hold a full model."""
-    # By default one replica per machine, so that parameters are only gathered inside a machine.
-    return config.replicas or max(2, world.size // world.local_size)
-
-
-def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
-    """Return the mesh to shard over. It has one axis; under hsdp a second one for the replicas."""
-    kind, size = runtime.device.type, runtime.world.size
-    if not config.strategy_record.replica_groups:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-
-    replicas = count_replicas(config.fsdp, runtime.world)
-    if size % replicas:
-        # Suggest the smallest number of replicas that divides the number of ranks.
-        divisors = [n for n in range(2, size + 1) if size % n == 0]
-        raise UserError(
-            f"strategy=hsdp cannot divide {size} ranks into {replicas} replicas",
-            f"{size} is not a multiple of {replicas}",
-            f"set fsdp.replicas={divisors[0]}, or strategy=fsdp" if divisors else "set strategy=ddp",
-        )
-
-    return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))

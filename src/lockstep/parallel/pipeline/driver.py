@@ -21,8 +21,8 @@ from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import add_running_statistics
 from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, trainable
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
-from lockstep.parallel.fsdp.driver import sharded_modules
 from lockstep.parallel.fsdp.forward_checks import ForwardChecks, check_shardable, parameters_before
+from lockstep.parallel.fsdp.sharding import sharded_modules
 from lockstep.parallel.gradients import clear_gradients, no_gradient, sum_with_word
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.mesh import Axes, Mesh

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.fsdp.driver import configure_sharding, describe_blocks
+from lockstep.parallel.fsdp.sharding import configure_sharding, describe_blocks
 from lockstep.parallel.mesh import Axes
 
 WHAT_TO_WRITE = (
