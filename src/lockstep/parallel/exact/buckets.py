@@ -36,24 +36,6 @@ class _Chunk(NamedTuple):
     works: list[dist.Work]
 
 
-def _add_up(chunk: _Chunk) -> None:
-    """Add the terms into the rank's own slice, without a copy if that slice is itself one of the terms.
-
-    It may then be on either side of an addition, since a + b and b + a have the same bits.
-    """
-
-    def add(left: Tensor, right: Tensor) -> Tensor:
-        return right.add_(left) if right is chunk.own else left.add_(right)
-
-    tree: TreeSum[Tensor] = TreeSum(add)
-    for subtree, term in chunk.terms:
-        tree.push(subtree, term)
-
-    total = tree.finish()
-    if total is not chunk.own:
-        chunk.own.copy_(total)
-
-
 class BucketReducer(TreeReducer):
     """The sums of replicas under DDP, whose `OrderedHook` adds the partial sums of all ranks in the last backward."""
 
@@ -225,6 +207,24 @@ class OrderedHook(CommHook):
             subtree = Subtree(left.start, left.level + 1)
 
         return [_laid_out(bucket.buffer, views, gradients) for _, gradients in earlier] + [bucket.buffer]
+
+
+def _add_up(chunk: _Chunk) -> None:
+    """Add the terms into the rank's own slice, without a copy if that slice is itself one of the terms.
+
+    It may then be on either side of an addition, since a + b and b + a have the same bits.
+    """
+
+    def add(left: Tensor, right: Tensor) -> Tensor:
+        return right.add_(left) if right is chunk.own else left.add_(right)
+
+    tree: TreeSum[Tensor] = TreeSum(add)
+    for subtree, term in chunk.terms:
+        tree.push(subtree, term)
+
+    total = tree.finish()
+    if total is not chunk.own:
+        chunk.own.copy_(total)
 
 
 def _laid_out(buffer: Tensor, views: Gradients, gradients: Gradients) -> Tensor:
