@@ -23,7 +23,7 @@ EXACT_MICRO_BATCHES = 8
 class Plan:
     """The batch arithmetic of a run."""
 
-    data_size: int  # data-parallel ranks, as in `RankRole`
+    data_size: int  # data-parallel ranks: the size of `RankRole.data_world`
     global_batch: int
     micro_batch: int
     global_num_micro_batches: int  # the micro-batches of one full global step, on all ranks
