@@ -27,7 +27,7 @@ from lockstep.parallel.inner_gradients import (
     refuse_second_backward,
 )
 from lockstep.parallel.parameter_hooks.hooks import register_hooks
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepParts
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.task import Loss, MicroBatch, StepBatches
@@ -123,7 +123,7 @@ class MicroBatchDriver(Driver):
 
     # ---- the steps ----
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: PassProgress) -> Reduced:
         self.begin_pass()
         reduced = None
 

@@ -28,7 +28,7 @@ from lockstep.parallel.gradients import (
 )
 from lockstep.parallel.micro_batches import MicroBatchDriver, backward_unchecked
 from lockstep.parallel.parameter_hooks.hooks import register_hooks
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
 

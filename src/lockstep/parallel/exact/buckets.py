@@ -21,7 +21,7 @@ from lockstep.parallel.ddp.comm_hooks import Bucket, CommHook
 from lockstep.parallel.exact.reducers import Gradients, TreeReducer
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.gradients import check_reached
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import ControlWord
 
 CHUNK = 2**20  # elements that are reduced at once: one chunk is added while others are being sent

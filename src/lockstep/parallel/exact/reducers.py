@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.data.windows import rank_range
 from lockstep.parallel.exact.tree import Subtree, TreeSum, subtrees_of
 from lockstep.parallel.gradients import clear_gradients, sum_with_word
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import MicroBatch

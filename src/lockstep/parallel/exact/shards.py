@@ -18,7 +18,7 @@ from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_mi
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.gradients import clear_gradients, no_gradient
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import LENGTH

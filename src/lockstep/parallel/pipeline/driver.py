@@ -25,7 +25,7 @@ from lockstep.parallel.pipeline.pipeline import Pipeline
 from lockstep.parallel.pipeline.placement import check_pipeline, place_stages, role_in
 from lockstep.parallel.pipeline.remote_tensors import RemoteTensors
 from lockstep.parallel.pipeline.stage_gradients import StageGradients
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepParts
 from lockstep.runtime.control_word import ControlWord, ControlWordCodec
 from lockstep.runtime.shards import full_tensor
