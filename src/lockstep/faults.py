@@ -15,8 +15,9 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from lockstep.errors import UserError
 
@@ -140,23 +141,15 @@ def from_text(text: str) -> list[Fault]:
         ) from None
 
 
-# None: the environment was not read yet.
-in_environment: list[Fault] | None = None
+@cache
+def planned() -> list[Fault]:
+    """Return the faults of the environment, which is read once."""
+    return from_text(os.environ.get(VARIABLE) or "[]")
 
 
 def reset() -> None:
     """Read the environment again at the next `fire`."""
-    global in_environment
-    in_environment = None
-
-
-def planned() -> list[Fault]:
-    """Return the faults of the environment, which is read once."""
-    global in_environment
-    if in_environment is None:
-        in_environment = from_text(os.environ.get(VARIABLE) or "[]")
-
-    return in_environment
+    planned.cache_clear()
 
 
 def fire(phase: str, step: int) -> str | None:
@@ -211,54 +204,30 @@ def install(heartbeat: Any) -> None:
         heartbeat.hook = lambda step, phase: fire(phase, step)
 
 
-def _signal(number: int) -> Callable[[Fault], None]:
+def _signal(number: int) -> Callable[[Fault], object]:
     return lambda fault: os.kill(os.getpid(), number)
 
 
-def _raise(fault: Fault) -> None:
-    raise RuntimeError("injected")
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
-def _hang(fault: Fault) -> None:
+def _hang() -> NoReturn:
     while True:
         time.sleep(3600)
 
 
-def _slow(fault: Fault) -> None:
-    time.sleep(fault.seconds or 0.0)
-
-
-def _exit(fault: Fault) -> None:
-    os._exit(3)
-
-
-def _vanish(fault: Fault) -> None:
-    os._exit(0)
-
-
-def _fill_disk(fault: Fault) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _abort(fault: Fault) -> None:
-    os.abort()
-
-
-def _segfault(fault: Fault) -> None:
-    ctypes.string_at(0)
-
-
-ACTS: dict[str, Callable[[Fault], None]] = {
+ACTS: dict[str, Callable[[Fault], object]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "term": _signal(signal.SIGTERM),
-    "raise": _raise,
-    "hang": _hang,
-    "slow": _slow,
-    "exit": _exit,
-    "segfault": _segfault,
-    "abort": _abort,
-    "vanish": _vanish,
-    "disk full": _fill_disk,
+    "raise": lambda fault: _raise(RuntimeError("injected")),
+    "hang": lambda fault: _hang(),
+    "slow": lambda fault: time.sleep(fault.seconds or 0.0),
+    "exit": lambda fault: os._exit(3),
+    "segfault": lambda fault: ctypes.string_at(0),
+    "abort": lambda fault: os.abort(),
+    "vanish": lambda fault: os._exit(0),
+    "disk full": lambda fault: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
 }
 HOW = tuple(dict.fromkeys([*ACTS, *ONLY_AT]))

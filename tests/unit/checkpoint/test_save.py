@@ -74,7 +74,7 @@ def folders(storage: CheckpointStorage) -> set[str]:
 def fill_disk(monkeypatch) -> None:
     """Have the next saves find a full disk when their files are half written."""
     plan = faults.Fault("disk full", times=None)
-    monkeypatch.setattr(faults, "in_environment", [plan])
+    monkeypatch.setattr(faults, "planned", lambda: [plan])
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -974,7 +974,8 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
 @pytest.mark.parametrize("how", ["corrupt", "truncate"])
 def test_what_a_bad_disk_does_can_be_injected(storage, monkeypatch, how):
     commit(storage, 1)
-    monkeypatch.setattr(faults, "in_environment", [faults.Fault(how)])
+    planned = [faults.Fault(how)]
+    monkeypatch.setattr(faults, "planned", lambda: planned)
     commit(storage, 2)
     monkeypatch.undo()
     found, loaded = load(storage)
