@@ -6,6 +6,7 @@ which batch it was in, so that the sample can be read again by hand.
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -102,11 +103,6 @@ class _SendCheck(pickle.Pickler):
         return "tensor"
 
 
-class _NullFile:
-    def write(self, data: bytes) -> int:
-        return len(data)
-
-
 def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check: bool) -> Any:
     """Return the batch from `read`, or a WorkerError to send instead. `check`: also check that it can be sent."""
     try:
@@ -138,7 +134,8 @@ def _on_device(found: str) -> UserError:
 def check_sendable(batch: Any, ids: Sequence[int], where: str) -> None:
     """Check that a worker process can send the batch. Otherwise it would be lost, and the rank would wait forever."""
     try:
-        _SendCheck(_NullFile()).dump(batch)
+        with open(os.devnull, "wb") as nowhere:
+            _SendCheck(nowhere).dump(batch)
     except UserError:
         raise
     except Exception as error:  # pickling calls the user's code

@@ -12,6 +12,7 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
@@ -96,12 +97,12 @@ class Shards:
         row is dropped.
         """
         _check_length("chunk(length)", length)
-        return self._with_packer(_Maker(TokenChunks, (length, end, pad)))
+        return self._with_packer(partial(TokenChunks, length, end, pad))
 
     def pack(self, row_length: int) -> Shards:
         """Put whole documents into rows of at most `row_length` tokens, for `packed_batch` in `Task.collate`."""
         _check_length("pack(row_length)", row_length)
-        return self._with_packer(_Maker(DocumentRows, (row_length,)))
+        return self._with_packer(partial(DocumentRows, row_length))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of all files, in the order of the list: for a look at them, or an evaluation."""
@@ -137,22 +138,13 @@ def apply(functions: Iterable[Callable[[Any], Any]], sample: Any) -> Any:
     return sample
 
 
-# Classes and not closures: worker processes that are not forked get them as pickles.
+# No closure: worker processes that are not forked get it as a pickle.
 @dataclass(frozen=True)
 class _Filter:
     keep: Callable[[Any], bool]
 
     def __call__(self, sample: Any) -> Any:
         return sample if self.keep(sample) else DROPPED
-
-
-@dataclass(frozen=True)
-class _Maker:
-    kind: Callable[..., Packer]
-    arguments: tuple[Any, ...]
-
-    def __call__(self) -> Packer:
-        return self.kind(*self.arguments)
 
 
 # ---- packers ----
