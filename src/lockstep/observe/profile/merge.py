@@ -64,11 +64,8 @@ def mean_over_ranks(ranks: Sequence[dict[str, Any]], key: str) -> float:
 
 def mean_kinds(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of each kind per step, averaged over the ranks."""
-    found = {}
-    for kind in KINDS:
-        found[kind] = sum(rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for rank in ranks) / len(ranks)
-
-    return found
+    per_step = [{kind: rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for kind in KINDS} for rank in ranks]
+    return {kind: mean_over_ranks(per_step, kind) for kind in KINDS}
 
 
 def warnings(ranks: Sequence[dict[str, Any]]) -> list[str]:
@@ -77,7 +74,7 @@ def warnings(ranks: Sequence[dict[str, Any]]) -> list[str]:
     if share <= COMMUNICATION_LIMIT:
         return []
 
-    overlap = sum(rank["overlap_fraction"] for rank in ranks) / len(ranks)
+    overlap = mean_over_ranks(ranks, "overlap_fraction")
     advice = "more samples per rank (global_batch), or more micro-batches per step (micro_batch), make it rarer"
     if overlap < 0.5:
         advice += "; smaller buckets begin earlier (ddp.bucket_mb=5)"
