@@ -10,10 +10,10 @@ import base64
 from pathlib import Path
 from typing import Any
 
+from lockstep import files
 from lockstep.bench import plots
 from lockstep.bench.intervals import ENOUGH
 from lockstep.bench.results import Result, Section, cell, is_estimate
-from lockstep.files import replacing
 from lockstep.observe import report
 from lockstep.observe.formats import escaped
 
@@ -24,9 +24,7 @@ def write_pictures_and_page(result: Result, folder: Path) -> Path:
     """Write the plots, if matplotlib is installed, and report.html. Returns the path of the page."""
     pictures = plots.write(result, folder)
     page = folder / "report.html"
-    with replacing(page) as draft:
-        draft.write_text(page_of(result, pictures), encoding="utf-8")
-
+    files.write(page, page_of(result, pictures))
     return page
 
 

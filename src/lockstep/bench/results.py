@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep import files
 from lockstep.bench.intervals import ENOUGH, Estimate
 from lockstep.errors import UserError
-from lockstep.files import replacing
 from lockstep.observe.formats import finite
 
 FILE = "results.json"
@@ -162,8 +162,7 @@ def write(result: Result, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     # Replaced at once: an interrupted write must not destroy the earlier measurements.
-    with replacing(folder / FILE) as draft:
-        draft.write_text(json.dumps(finite(asdict(result)), indent=1) + "\n", encoding="utf-8")
+    files.write(folder / FILE, json.dumps(finite(asdict(result)), indent=1) + "\n")
 
     for section in result.sections:
         (folder / f"{section.name}.csv").write_text(csv_of(section), encoding="utf-8")

@@ -52,9 +52,9 @@ def delete_old_temporaries(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text file that appears complete or not at all."""
+    """Write a text file, in UTF-8, that appears complete or not at all."""
     with replacing(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def create_once(path: Path, data: bytes, mode: int = 0o666) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep import files
 from lockstep.errors import UserError
-from lockstep.files import replacing
 
 FOLDER = Path("runs/lab")
 
@@ -60,8 +60,7 @@ def load() -> list[Prediction]:
 def _store(predictions: Sequence[Prediction]) -> None:
     """Write all predictions. The old file stays whole until the new one is."""
     folder().mkdir(parents=True, exist_ok=True)
-    with replacing(folder() / "predictions.json") as draft:
-        draft.write_text(json.dumps([asdict(prediction) for prediction in predictions], indent=1))
+    files.write(folder() / "predictions.json", json.dumps([asdict(prediction) for prediction in predictions], indent=1))
 
 
 def _find(predictions: list[Prediction], exercise: str, question: Question) -> Prediction:

@@ -18,19 +18,13 @@ from lockstep.run_folder.names import CONFIG, PLAN, SOURCES, SUMMARY
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     """Write the settings and the plan, which are known before the first step."""
     # Each in one piece: after a kill, --resume reads the settings of the run from these files.
-    _replace(run_dir / CONFIG, to_yaml(resolved.config))
-    _replace(run_dir / SOURCES, json.dumps(resolved.sources, indent=2))
-    _replace(run_dir / PLAN, json.dumps(plan, indent=2))
+    files.write(run_dir / CONFIG, to_yaml(resolved.config))
+    files.write(run_dir / SOURCES, json.dumps(resolved.sources, indent=2))
+    files.write(run_dir / PLAN, json.dumps(plan, indent=2))
 
     # A summary from before a resume is out of date.
     (run_dir / SUMMARY).unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    _replace(run_dir / SUMMARY, json.dumps(finite(summary), indent=2))
-
-
-def _replace(path: Path, text: str) -> None:
-    # Only rank 0 writes here, so the next run replaces a temporary file that a killed one has left.
-    with files.replacing(path) as temporary:
-        temporary.write_text(text)
+    files.write(run_dir / SUMMARY, json.dumps(finite(summary), indent=2))

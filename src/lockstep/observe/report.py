@@ -17,8 +17,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from lockstep import files
 from lockstep.errors import UserError
-from lockstep.files import replacing
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.formats import (
     SAMPLE,
@@ -45,10 +45,10 @@ Record = dict[str, Any]
 MAX_EVENTS = 400
 MAX_METRICS = 8
 
-# The style of events that are bad news.
 # Fields that the table of events leaves out: some have a column, and others only matter to the launcher.
 NOT_IN_TABLE = ("time", "event", "step", "facts", "traceback", "for_user", "lost_peer", "origin", "cause")
 
+# The style of events that are bad news.
 TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
 
 
@@ -59,9 +59,7 @@ def write_report(run_dir: str | os.PathLike[str], config: Record | None = None) 
         raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
 
     # A browser never loads half a page.
-    with replacing(folder / REPORT) as temporary:
-        temporary.write_text(page(read_run(folder, config)), encoding="utf-8")
-
+    files.write(folder / REPORT, page(read_run(folder, config)))
     return folder / REPORT
 
 
