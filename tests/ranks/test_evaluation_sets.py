@@ -16,7 +16,7 @@ from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.errors import UserError
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import read_jsonl
-from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import scalars
 from lockstep.task import EvalData, Loss
 from pool import Pool
 from ranks.support import Regression, fit

@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.config import RunConfig, to_yaml
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
 from lockstep.observe import sinks as sinks_package
 from lockstep.observe.run_removal import OURS, rm
 from lockstep.observe.sinks import SINKS, JsonlSink, RunJsonl, SinkList, background, read_jsonl
 from lockstep.observe.sinks.prometheus import PrometheusSink
-from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import scalars, settings_of
 
 RECORD = {"time": 1763179421.5, "step": 120, "loss": 2.3141, "skipped": 0, "metrics": {"accuracy": 0.31}}
 
@@ -386,6 +387,13 @@ def test_wandb_offline_keeps_a_run(tmp_path, monkeypatch):
     sink.close()
     (offline,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(offline.glob("*.wandb"))
+
+
+def test_a_service_gets_the_settings_as_they_were_typed(tmp_path):
+    """In YAML 1.1 the first would be a date, and the second eight."""
+    options = {"day": "2024-01-01", "code": "010"}
+    (tmp_path / "config.yaml").write_text(to_yaml(RunConfig(task=options)))
+    assert settings_of(tmp_path)["task"] == options
 
 
 @pytest.mark.slow

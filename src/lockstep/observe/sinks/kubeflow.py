@@ -20,8 +20,7 @@ from typing import Any
 
 from lockstep.observe.console import Display
 from lockstep.observe.formats import number
-from lockstep.observe.sinks.scalars import scalars
-from lockstep.observe.sinks.sink import Sink
+from lockstep.observe.sinks.sink import Sink, scalars
 
 URL = "KUBEFLOW_TRAINER_SERVER_URL"
 CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a file

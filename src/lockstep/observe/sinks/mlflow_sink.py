@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.settings import flatten
-from lockstep.observe.sinks.run_facts import RUN_ID, run_id, settings_of
-from lockstep.observe.sinks.scalars import scalars
-from lockstep.observe.sinks.sink import Sink
+from lockstep.observe.sinks.sink import RUN_ID, Sink, run_id, scalars, settings_of
 
 # The tag by which a resumed run finds itself.
 TAG = "lockstep.run"

@@ -13,9 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.sinks.run_facts import settings_of
-from lockstep.observe.sinks.scalars import scalars
-from lockstep.observe.sinks.sink import Sink
+from lockstep.observe.sinks.sink import Sink, scalars, settings_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -1,11 +1,16 @@
-"""The base class of sinks, which take the records of a run."""
+"""The base classes of sinks, which take the records of a run, and what several of them read."""
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+
+from lockstep.observe.formats import flat
+from lockstep.run_folder.names import CONFIG
+from lockstep.run_folder.run_dir import stored
 
 
 class Sink(ABC):
@@ -59,3 +64,58 @@ class ServiceSink(Sink):
     def close(self) -> None:
         if self._opened is not None:
             self._opened.finish()
+
+
+# ---- the numbers of a record ----
+
+# These say when a record was written, not how training goes.
+NOT_SHOWN = ("time", "step")
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a metrics record ("loss", "accuracy") or of an evaluation ("eval/loss", "eval/val/loss").
+
+    The event `metrics` holds what was logged after the last metrics record. Other events have none. NaN and infinity
+    are numbers here: a curve should show them.
+    """
+    event = record.get("event")
+    if event not in (None, "eval", "metrics"):
+        return {}
+
+    # A task with several evaluation sets has one name for each: eval/val/loss.
+    prefix = "eval/" if event == "eval" else ""
+    if event == "eval" and "set" in record:
+        prefix += f"{record['set']}/"
+
+    return {
+        prefix + _name(key, record): float(value)
+        for key, value in flat(record).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and key not in NOT_SHOWN
+    }
+
+
+def _name(key: str, record: Mapping[str, Any]) -> str:
+    """Return the name of a metric without its prefix, unless a number of the run has that name, as "lr" does."""
+    short = key.removeprefix("metrics.")
+    return key if short in record else short
+
+
+# ---- facts about the run, for services ----
+
+# The file in the run folder that holds its `run_id`.
+RUN_ID = ".sink-id"
+
+
+def run_id(run_dir: Path) -> str:
+    """Return a name for the run that is the same after every resume, and that no other run has."""
+    # Drawn once, by the first run in this folder.
+    path = run_dir / RUN_ID
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:16])
+
+    return path.read_text()
+
+
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of the run, as its folder holds them."""
+    return stored(run_dir, CONFIG)

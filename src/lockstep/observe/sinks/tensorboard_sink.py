@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.sinks.scalars import scalars
-from lockstep.observe.sinks.sink import Sink
+from lockstep.observe.sinks.sink import Sink, scalars
 
 
 class TensorBoardSink(Sink):

@@ -6,9 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.observe.sinks.run_facts import settings_of
-from lockstep.observe.sinks.scalars import scalars
-from lockstep.observe.sinks.sink import ServiceSink
+from lockstep.observe.sinks.sink import ServiceSink, scalars, settings_of
 
 
 class TrackioSink(ServiceSink):
