@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,6 @@ from lockstep.errors import UserError, some_names
 # torch's errors if a forked worker process uses the GPU that its rank has initialised: for a new tensor there, and for
 # a computation with an existing one.
 _IN_A_FORK = re.compile("re-initialize CUDA in forked subprocess|CUDA error: initialization error")
-
-
-@dataclass(frozen=True)
-class WorkerError:
-    """A UserError that a worker process sends to its rank as data: torch would turn it into a RuntimeError."""
-
-    texts: tuple[str, str, str]  # problem, found, fix
-
-    @staticmethod
-    def of(error: UserError) -> WorkerError:
-        return WorkerError((error.problem, error.found, error.fix))
 
 
 LEAVE_OUT = "fix it in the dataset, or leave it out: torch.utils.data.Subset(dataset, ids)"
@@ -104,19 +92,23 @@ class _SendCheck(pickle.Pickler):
 
 
 def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check: bool) -> Any:
-    """Return the batch from `read`, or a WorkerError to send instead. `check`: also check that it can be sent."""
+    """Return the batch from `read`, or a UserError to send in its place. `check`: also check that it can be sent.
+
+    torch would make a RuntimeError of an error that is raised.
+    """
     try:
         batch = read()
         if check:
             check_sendable(batch, ids, where)
     except UserError as error:
-        return WorkerError.of(error)
+        # Its texts alone: a subclass of the user's, or what is attached to it, need not survive being pickled.
+        return UserError(error.problem, error.found, error.fix)
     except RuntimeError as error:
         if not _IN_A_FORK.search(str(error)):
             raise
 
         which = f"samples {some_names([str(i) for i in ids])} {where}: " if ids else ""
-        return WorkerError.of(_on_device(which + str(error).splitlines()[0]))
+        return _on_device(which + str(error).splitlines()[0])
 
     return batch
 

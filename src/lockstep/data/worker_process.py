@@ -18,7 +18,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.data.sample_errors import WorkerError
 from lockstep.data.torch_private import shut_down_workers, worker_processes
 from lockstep.errors import UserError
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
@@ -56,8 +55,8 @@ class LoaderBatches(Iterator[Any]):
     def __next__(self) -> Any:
         """Return the next batch, or raise the error that a worker process sent instead of it."""
         batch = next(self._batches)
-        if isinstance(batch, WorkerError):
-            raise UserError(*batch.texts)
+        if isinstance(batch, UserError):
+            raise batch
         return batch
 
     def close(self) -> None:

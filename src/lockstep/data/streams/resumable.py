@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.loader import already_collated, collate_samples, is_empty, start_loader
-from lockstep.data.sample_errors import WorkerError, batch_to_send
+from lockstep.data.sample_errors import batch_to_send
 from lockstep.data.samplers import make_sampler
 from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
@@ -328,7 +328,7 @@ class _StepReader(IterableDataset):
     epoch: int
     states: dict[int, State]
 
-    def __iter__(self) -> Iterator[_StepRead | WorkerError | None]:
+    def __iter__(self) -> Iterator[_StepRead | UserError | None]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
 
@@ -347,7 +347,7 @@ class _StepReader(IterableDataset):
             read = partial(self._read_step, cursors, needed, indices, first)
             step = batch_to_send(read, [], self._where, first and bool(info))
             yield step
-            if isinstance(step, WorkerError):
+            if isinstance(step, UserError):
                 return
 
             # None: the position is not restored yet, and the first step is still to come.

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.loader import already_collated, collate_samples, start_loader
-from lockstep.data.sample_errors import WorkerError, batch_to_send, name_samples
+from lockstep.data.sample_errors import batch_to_send, name_samples
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.worker_process import LoaderBatches
 from lockstep.errors import UserError
@@ -163,7 +163,7 @@ class _Shard(IterableDataset):
     only_worker: int | None = None  # this worker process reads everything; None: workers take turns
     first_sample: Any = None  # the first sample of the stream, until it is sent with the first micro-batch
 
-    def __iter__(self) -> Iterator[_Item | WorkerError]:
+    def __iter__(self) -> Iterator[_Item | UserError]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.data_world
@@ -188,7 +188,7 @@ class _Shard(IterableDataset):
             pairs = batch_to_send(
                 lambda: list(itertools.islice(samples, self.options.micro_batch_size)), [], self._where, check=False
             )
-            if isinstance(pairs, WorkerError):
+            if isinstance(pairs, UserError):
                 yield pairs
                 return
 
@@ -200,12 +200,12 @@ class _Shard(IterableDataset):
                 numbers, samples_read = map(list, zip(*pairs, strict=True))
                 yield self._batch(numbers, samples_read, check=info is not None and index < workers)
 
-    def _batch(self, numbers: list[int], samples: list[Any], check: bool) -> _Item | WorkerError:
+    def _batch(self, numbers: list[int], samples: list[Any], check: bool) -> _Item | UserError:
         def collate() -> Any:
             return collate_samples(self.collate, samples, numbers, self._where)
 
         batch = batch_to_send(collate, numbers, self._where, check)
-        if isinstance(batch, WorkerError):
+        if isinstance(batch, UserError):
             return batch
 
         # Sent once.
