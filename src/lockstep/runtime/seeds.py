@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+CPU = torch.device("cpu")
+
 
 def derive(seed: int, stream: str, *keys: int) -> int:
     """Return a 63-bit seed that is a pure function of the arguments, stable over platforms and versions."""
@@ -34,9 +36,9 @@ def seed_torch(value: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
 
 
-def seed_everything(value: int) -> None:
-    """Seed the global generators of torch, `random` and numpy, before a sample is made."""
-    torch.default_generator.manual_seed(value)
+def seed_everything(value: int, device: torch.device = CPU) -> None:
+    """Seed the global generators of torch, `random` and numpy: before a sample is made, for example."""
+    seed_torch(value, device)
     seed_host(value)
 
 

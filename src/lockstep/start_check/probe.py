@@ -22,10 +22,10 @@ from lockstep.parallel.calls.state import restore_modes
 from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.progress import check_total
 from lockstep.parallel.sharded import RanksDiffer, check_same_action
-from lockstep.runtime.seeds import derive
+from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.start_check.checked_run import CheckedRun
 from lockstep.start_check.mistakes import Measurement
-from lockstep.start_check.random_numbers import ConstantDraws, seed_all
+from lockstep.start_check.random_numbers import ConstantDraws
 from lockstep.task import Loss
 
 
@@ -126,7 +126,7 @@ class Probe:
     def seed(self) -> None:
         """Seed as for micro-batch 0 of step 0."""
         run = self.run
-        seed_all(derive(run.config.seed, "model", 0, 0), run.runtime.device)
+        seed_everything(derive(run.config.seed, "model", 0, 0), run.runtime.device)
 
     def measure_with_constant_draws(self, make_batch: Callable[[], Any], gradients: bool) -> Measurement:
         """Call the loss on a batch with every random draw replaced by a constant, and return the result.

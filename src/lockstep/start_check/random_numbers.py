@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.runtime.seeds import seed_host, seed_torch
-
 Arguments = Mapping[str, Any]
 
 
@@ -29,12 +27,6 @@ def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
         **{name: not torch.equal(before[name], after[name]) for name in before if name in ("torch", "cuda")},
     }
     return {name for name, was_used in changed.items() if was_used}
-
-
-def seed_all(value: int, device: torch.device) -> None:
-    """Seed all generators: torch's, Python's and NumPy's."""
-    seed_torch(value, device)
-    seed_host(value)
 
 
 class ConstantDraws(TorchDispatchMode):
