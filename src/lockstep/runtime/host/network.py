@@ -138,19 +138,18 @@ def _check_interface(
 ) -> None:
     """Raise a UserError if an interface that `setting` names does not exist or has no address."""
     here = socket.gethostname()
-    variable = setting.partition("=")[0]
-    interfaces = f"the interfaces here are {', '.join(sorted(known))}"
+    other = "one of them"
     if not named:
         problem = f"{setting} names no network interface of {here}"
-        raise UserError(problem, interfaces, f"set {variable} to one of them, or leave it out")
-
-    if unknown:
+    elif unknown:
         problem = f"{setting} names an interface that {here} does not have"
-        raise UserError(problem, interfaces, f"set {variable} to one of them, or leave it out")
+    elif not has_address:
+        problem, other = f"{setting}: this interface of {here} has no address", "another one"
+    else:
+        return
 
-    if not has_address:
-        problem = f"{setting}: this interface of {here} has no address"
-        raise UserError(problem, interfaces, f"set {variable} to another one, or leave it out")
+    interfaces = f"the interfaces here are {', '.join(sorted(known))}"
+    raise UserError(problem, interfaces, f"set {setting.partition('=')[0]} to {other}, or leave it out")
 
 
 def _check_reachable(variable: str, asked: str, towards: str) -> None:
