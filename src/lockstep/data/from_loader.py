@@ -67,8 +67,8 @@ class TakenLoader:
             own = next((name for name in (key, *BATCHES) if config.get(name) is not None), key)
             own = own if key in BATCHES else key
             if key not in used and (own, config.get(own)) != (key, value):
-                option = f"{OPTIONS[key]}={_as_option(key, value)}"
-                dropped.append(f"{option} (the run has set {own}={typed(config.get(own))})")
+                option = True if key == "tail" else value  # drop_last=True
+                dropped.append(f"{OPTIONS[key]}={option} (the run has set {own}={typed(config.get(own))})")
 
         return f"{line}; not taken: {', '.join(dropped)}" if dropped else line
 
@@ -80,9 +80,7 @@ def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
     """
     _refuse_unknown(loader)
 
-    # A stream has no order to choose: torch gives it a sampler that yields None.
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    sampler, shuffle = (None, None) if is_stream else _take_sampler(loader)
+    sampler, shuffle = _take_sampler(loader)
     data = loader.dataset if sampler is None else Sampled(loader.dataset, sampler)
 
     # The banner says which parts of the loader the run uses.
@@ -105,9 +103,8 @@ def take_evaluation_loader(loader: DataLoader, collate: Collate) -> tuple[Any, C
     """
     _refuse_unknown(loader)
 
-    # A stream has neither; that it cannot be evaluated on is said where all datasets are checked.
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    sampler, _ = (None, None) if is_stream else _take_sampler(loader)
+    # That a stream cannot be evaluated on is said where all datasets are checked.
+    sampler, _ = _take_sampler(loader)
     if sampler is not None:
         raise UserError(
             f"the DataLoader to evaluate on has a {type(sampler).__name__}",
@@ -133,11 +130,6 @@ def is_stateful_stream(data: Any) -> bool:
     return isinstance(data, DataLoader) and has_state(data) and data.batch_size is None and data.batch_sampler is None
 
 
-def _as_option(key: str, value: Any) -> Any:
-    """Return the value of a setting as that of the option of a DataLoader."""
-    return True if key == "tail" else value
-
-
 def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
     """Return the loader's options as settings. An option at torch's default sets nothing."""
     # A DistributedSampler divides the dataset among the ranks, and then a batch belongs to one rank.
@@ -160,7 +152,11 @@ def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
 
 
 def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
-    """Return (sampler, None), or (None, whether to shuffle) for a plain order."""
+    """Return (sampler, None), or (None, whether to shuffle) for a plain order; for a stream (None, None)."""
+    # A stream has no order to choose: torch gives it a sampler that yields None.
+    if isinstance(loader.dataset, IterableDataset):
+        return None, None
+
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler: Any = loader.batch_sampler.sampler
     dataset: Any = loader.dataset

@@ -48,7 +48,6 @@ class ShuffledSampler:
         self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
 
         self._blocks = OrderCache()
-        self._newest: tuple[tuple[int, int], np.ndarray] | None = None  # (epoch, index) of the last block, and its ids
 
     def __len__(self) -> int:
         return self.length
@@ -67,11 +66,7 @@ class ShuffledSampler:
         return block[start - begin * BLOCK : stop - begin * BLOCK].copy()
 
     def _block(self, epoch: int, index: int) -> np.ndarray:
-        # Most calls want the block of the last one. Prefetching alternates between two.
-        key = (epoch, index)
-        if self._newest is None or self._newest[0] != key:
-            self._newest = key, self._blocks.get(key, lambda: self._make_block(epoch, index))
-        return self._newest[1]
+        return self._blocks.get((epoch, index), lambda: self._make_block(epoch, index))
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
         """Return one block of the permutation. Ids outside the dataset are permuted again until they are inside."""
