@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -106,8 +106,8 @@ class RunRecord:
         """The thing that a loss weight of 1 counts, such as one token."""
         return str(self.about.get("unit", SAMPLE))
 
-    def last_event(self, kind: str) -> Record:
-        return next((event for event in reversed(self.events) if event.get("event") == kind), {})
+    def last_event(self, *kinds: str) -> Record:
+        return last_event(self.events, kinds)
 
 
 def read_run(folder: Path, config: Record | None = None) -> RunRecord:
@@ -136,6 +136,11 @@ def read_run(folder: Path, config: Record | None = None) -> RunRecord:
         profile=read(f"{PROFILE}/breakdown.json", read_mapping, {}) if (folder / PROFILE).is_dir() else {},
         notes=notes,
     )
+
+
+def last_event(events: Sequence[Record], kinds: Container[Any]) -> Record:
+    """Return the last event of one of these kinds; {} if there is none."""
+    return next((event for event in reversed(events) if event.get("event") in kinds), {})
 
 
 def without_undone(records: Iterable[Record]) -> list[Record]:
@@ -248,7 +253,7 @@ def header(run: RunRecord, task: str) -> str:
 def outcome(run: RunRecord) -> tuple[str, str, str]:
     """Return (style, label, reason) of the end of the run, as far as it is known."""
     # Events before the last start belong to an earlier attempt.
-    last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end", "error")), {})
+    last = run.last_event("start", "end", "error")
     if last.get("event") == "error":
         return "bad", "failed", str(last.get("message") or last.get("error") or "No reason was recorded.")
 

@@ -19,7 +19,7 @@ from lockstep import files
 from lockstep.errors import UserError
 from lockstep.files import typed_json
 from lockstep.observe.formats import columns, figures, flat, number, one_line
-from lockstep.observe.report import without_undone
+from lockstep.observe.report import last_event, without_undone
 from lockstep.run_folder.locks import is_running
 from lockstep.run_folder.names import CONFIG, EVENTS, METRICS, PLAN, SOURCES
 from lockstep.run_folder.paths import is_run
@@ -86,7 +86,7 @@ def facts_of(run: Path) -> RunFacts:
     lines = parse_lines(files.read(run / METRICS, most=TAIL))
     newest = lines[-1] if lines else {}
 
-    start = _last(events, "start")
+    start = last_event(events, ("start",))
     metric, best = best_evaluation(events, _settings(run))
     size, written = _size_and_time(run)
 
@@ -150,8 +150,7 @@ def best_evaluation(events: Sequence[dict[str, Any]], config: dict[str, Any]) ->
 
 
 def _state(run: Path, events: Sequence[dict[str, Any]], written: float) -> State:
-    last = next((event for event in reversed(events) if event.get("event") in STATES), {})
-    state = STATES.get(str(last.get("event")), "killed")
+    state = STATES.get(str(last_event(events, STATES).get("event")), "killed")
 
     # The lock says whether a process holds the run. Where that cannot be known, the time of the last record decides.
     held = is_running(run)
@@ -159,10 +158,6 @@ def _state(run: Path, events: Sequence[dict[str, Any]], written: float) -> State
         held = state == "killed" and time.time() - written < RECENT_S
 
     return "running" if held else state
-
-
-def _last(events: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
-    return next((event for event in reversed(events) if event.get("event") == kind), {})
 
 
 def _index(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> int:
