@@ -96,17 +96,21 @@ def checked_ids(sampler: Sampler, epoch: int, start: int, stop: int, samples: in
             "return np.array([...], dtype=np.int64), with stop - start ids",
         )
 
-    # As unsigned numbers, negative ones are larger than any other: one comparison finds both kinds of mistakes.
     ids = ids.astype(np.int64, copy=False)
+    check_in_dataset(ids, samples, sampler, f"in epoch {epoch}, at offsets {start} to {stop}")
+    return ids
+
+
+def check_in_dataset(ids: np.ndarray, samples: int, sampler: Any, found: str = "") -> None:
+    """Raise unless each of these int64 ids, which `sampler` gave, is one of a dataset of `samples` samples."""
+    # As unsigned numbers, negative ones are larger than any other: one comparison finds both kinds of mistakes.
     if len(ids) and not ids.view(np.uint64).max() < samples:
         raise UserError(
             f"{type(sampler).__name__} gave sample {ids.max() if ids.min() >= 0 else ids.min()} of a dataset of "
             f"{samples} samples",
-            f"in epoch {epoch}, at offsets {start} to {stop}",
+            found,
             "make the sampler for this dataset",
         )
-
-    return ids
 
 
 class OrderCache:

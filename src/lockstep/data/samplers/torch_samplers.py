@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 from torch.utils.data import Sampler as TorchSampler
 from torch.utils.data import SequentialSampler as TorchSequentialSampler
 
-from lockstep.data.samplers.sampler import OrderCache, Sampled, Sampler, SeededSampler
+from lockstep.data.samplers.sampler import OrderCache, Sampled, Sampler, SeededSampler, check_in_dataset
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.data.samplers.weighted import WeightedSampler
 from lockstep.errors import UserError
@@ -197,7 +197,6 @@ class ListedSampler:
 
     def _checked(self, listed: list[Any]) -> np.ndarray:
         """Return the list as an array. Raises a UserError unless it has ids of the dataset."""
-        name = type(self._sampler).__name__
         try:
             # Numbers of numpy, and tensors of one number, are taken too.
             ids = np.fromiter(map(index, listed), dtype=np.int64, count=len(listed))
@@ -206,17 +205,10 @@ class ListedSampler:
 
         if ids is None or not len(ids):
             raise UserError(
-                f"{name} must give whole numbers, the ids of samples",
+                f"{type(self._sampler).__name__} must give whole numbers, the ids of samples",
                 f"it gave {listed[0]!r}" if listed else "it gave nothing",
                 "a sampler of batches cannot be used: Lockstep makes the batches, from global_batch and micro_batch",
             )
 
-        if ids.min() < 0 or ids.max() >= self._samples:
-            raise UserError(
-                f"{name} gave sample {ids.max() if ids.max() >= self._samples else ids.min()} of a dataset of "
-                f"{self._samples} samples",
-                "",
-                "make the sampler for this dataset",
-            )
-
+        check_in_dataset(ids, self._samples, self._sampler)
         return ids
