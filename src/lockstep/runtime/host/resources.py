@@ -47,13 +47,10 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/pro
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that are free, or all host memory where the system does not say (macOS)."""
-    # MemAvailable, in KiB, includes what Linux could reclaim from caches.
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists() and (free := re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)):
-        return int(free[1]) * 1024
+    """Return the bytes of host memory that are free, with what the system could reclaim from caches."""
+    import psutil
 
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
