@@ -197,8 +197,8 @@ def likeness(typed: str, name: str) -> float:
     if typed == name:
         return 3 + ratio
 
-    # A wrong letter, or two in the wrong order, are likelier than a letter too many: dpp is ddp, not pp.
-    # Of one or two letters no slip leaves enough.
+    # A wrong letter, or two in the wrong order, are likelier than a letter too many: dpp is ddp, not pp. A slip leaves
+    # too little of a word of one or two letters.
     is_slip = min(len(typed), len(name)) >= 2 and max(len(typed), len(name)) >= 3 and _is_one_slip(typed, name)
     return 1 + (len(typed) == len(name)) + ratio if is_slip else ratio
 

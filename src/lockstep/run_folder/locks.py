@@ -55,7 +55,7 @@ def _hold_file(path: Path, timeout: float, holder: str) -> IO[str] | None:
     file = _open_lock(path)
     acquired = _acquire(file, min(timeout, SILENT_S))
     if acquired is False and timeout > SILENT_S:
-        # Whoever types this would otherwise look at an empty screen.
+        # Without this line a user would wait before an empty screen.
         in_use = f"run_dir={path.parent} is in use by {holder} right now{_name_in(path)}"
         print(printable(f"lockstep: {in_use}: waiting up to {timeout:.0f} s for its end"), file=sys.stderr, flush=True)
         acquired = _acquire(file, timeout - SILENT_S)
