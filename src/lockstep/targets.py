@@ -16,6 +16,7 @@ from typing import Any, Unpack, cast, get_args, get_origin, get_type_hints
 
 import lockstep
 from lockstep.errors import ConfigError, UserError, nearest_name
+from lockstep.user_classes import import_module
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -276,7 +277,11 @@ def load_class(target: str) -> type[Any]:
     if not colon:
         return importlib.import_module(f"lockstep.recipes.{target}").TASK
 
-    module = _load_module(target, path) if _is_module(path) else _load_file(Path(path))
+    if _is_module(path):
+        module = import_module(path, f"the target {target} cannot be loaded", "correct the name")
+    else:
+        module = _load_file(Path(path))
+
     kind = getattr(module, class_name, None)
     if _is_task(kind):
         return cast(type, kind)
@@ -320,19 +325,6 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
         f"its tasks are {', '.join(tasks)}" if tasks else "it has no task",
         f"use {path}:{near or 'MyTask'}",
     )
-
-
-def _load_module(target: str, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # An import inside the module that fails is another matter.
-        if error.name and not f"{name}.".startswith(f"{error.name}."):
-            raise
-
-        raise UserError(
-            f"the target {target} cannot be loaded: there is no module {error.name}", "", "correct the name"
-        ) from None
 
 
 def _load_file(path: Path) -> Any:

@@ -1,10 +1,11 @@
-"""Classes that a user brings by name, as MODULE:CLASS: a sink, or a store for the tensors of checkpoints."""
+"""Classes and modules that a user brings by name, as MODULE:CLASS: a sink, or a store for the tensors of checkpoints."""
 
 from __future__ import annotations
 
 import importlib
 import re
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from lockstep.errors import UserError
@@ -17,6 +18,18 @@ def is_class_name(text: str) -> bool:
     return re.fullmatch(CLASS_NAME, text) is not None
 
 
+def import_module(name: str, what: str, fix: str) -> ModuleType:
+    """Import a module that the user has named. If there is none, raise a UserError that begins with `what`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # An import inside the module that fails is another matter.
+        if error.name and not f"{name}.".startswith(f"{error.name}."):
+            raise
+
+        raise UserError(f"{what}: there is no module {error.name}", "", fix) from None
+
+
 def import_class(setting: str, name: str, methods: Sequence[str]) -> type[Any]:
     """Import MODULE:CLASS. Raises a UserError if there is no such class, or if it lacks one of the `methods`.
 
@@ -24,18 +37,8 @@ def import_class(setting: str, name: str, methods: Sequence[str]) -> type[Any]:
     what the user typed, for the message.
     """
     module_name, _, class_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # An import inside the module that fails is another matter.
-        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-
-        raise UserError(
-            f"{setting}: there is no module {error.name}",
-            "",
-            "use MODULE:CLASS with an installed module, or with one next to your task",
-        ) from None
+    advice = "use MODULE:CLASS with an installed module, or with one next to your task"
+    module = import_module(module_name, setting, advice)
 
     kind = getattr(module, class_name, None)
     if not isinstance(kind, type):
