@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from lockstep.data.dataset_source import DatasetSource, SourceOptions
-from lockstep.data.loader import is_empty
+from lockstep.data.loader import already_collated, is_empty, start_loader
 from lockstep.data.sample_errors import check_sendable
 from lockstep.data.windows import padding_count
+from lockstep.data.worker_process import LoaderBatches
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
@@ -51,6 +54,15 @@ class EpochSource(DatasetSource):
         except Exception as error:  # of any kind: `take` raises it again
             self._peek_error = error
             raise
+
+    def _start_reading(self, dataset: IterableDataset, **options: Any) -> LoaderBatches:
+        """Return what `dataset` yields, which is collated already. Worker processes read it if there are any.
+
+        `options` are further arguments of the DataLoader.
+        """
+        config, pins_memory = self.options.config, self.options.pins_memory
+        options |= {"batch_size": None, "collate_fn": already_collated}
+        return start_loader(dataset, config.workers, config.prefetch, pins_memory, **options)
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step, or padding if its shard has ended."""

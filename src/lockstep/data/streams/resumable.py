@@ -23,7 +23,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.dataset_source import SourceOptions
-from lockstep.data.loader import already_collated, collate_samples, is_empty, start_loader
+from lockstep.data.loader import collate_samples, is_empty
 from lockstep.data.sample_errors import batch_to_send
 from lockstep.data.samplers import make_sampler
 from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
@@ -220,14 +220,8 @@ class ResumableStreamSource(EpochSource):
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
         self.same_on_all_ranks = list(map(str, self._paths())) if self.shards.shards > 1 else None
 
-        self._loader_batches = start_loader(
-            _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
-            options.config.workers,
-            options.config.prefetch,
-            options.pins_memory,
-            batch_size=None,
-            collate_fn=already_collated,
-        )
+        reader = _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states))
+        self._loader_batches = self._start_reading(reader)
         return self._loader_batches
 
     def _find_padding(self) -> MicroBatch:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.dataset_source import SourceOptions
-from lockstep.data.loader import already_collated, collate_samples, start_loader
+from lockstep.data.loader import collate_samples
 from lockstep.data.sample_errors import batch_to_send, name_samples
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.worker_process import LoaderBatches
@@ -127,17 +127,8 @@ class StridedStreamSource(EpochSource):
         return self._loader_batches
 
     def _start_loader(self, only_worker: int | None = None) -> LoaderBatches:
-        options = self.options
-        return start_loader(
-            _Shard(self.dataset, self.collate, options, self.epoch, only_worker),
-            options.config.workers,
-            options.config.prefetch,
-            options.pins_memory,
-            # `_Shard` already makes micro-batches and collates them.
-            batch_size=None,
-            collate_fn=already_collated,
-            generator=self._worker_seeds(),
-        )
+        shard = _Shard(self.dataset, self.collate, self.options, self.epoch, only_worker)
+        return self._start_reading(shard, generator=self._worker_seeds())
 
     def _worker_seeds(self) -> torch.Generator:
         """Return the generator for `get_worker_info().seed`, the same on all ranks unless the stream shards itself."""
