@@ -1,4 +1,4 @@
-"""Classes and modules that a user brings by name, as MODULE:CLASS: a sink, or a store for the tensors of checkpoints."""
+"""Modules and classes that a user names: a sink, or a store for the tensors of checkpoints, as MODULE:CLASS."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class TakenLoader:
         dropped = []
         for key, value in self.settings.items():
             # The run may give the size of its batches in either way.
-            own = next((name for name in (key, *BATCHES) if config.get(name) is not None), key)
-            own = own if key in BATCHES else key
+            ways = [name for name in (key, *BATCHES) if config.get(name) is not None] if key in BATCHES else []
+            own = ways[0] if ways else key
             if key not in used and (own, config.get(own)) != (key, value):
                 option = True if key == "tail" else value  # drop_last=True
                 dropped.append(f"{OPTIONS[key]}={option} (the run has set {own}={typed(config.get(own))})")

@@ -165,7 +165,7 @@ def _is_users(hook: Any) -> bool:
 class StepHooks:
     """The user's hooks on the steps of optimizers: which of them are refused, and whether there are new ones.
 
-    There are if `live` and `seen` differ (`Optimizers.step_hooks_changed`).
+    Hooks were set or removed since the last look if `live` and `seen` differ (`Optimizers.step_hooks_changed`).
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):

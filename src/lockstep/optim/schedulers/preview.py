@@ -197,7 +197,7 @@ def _is_arithmetic(function: Any) -> bool:
 def _is_harmless(instruction: dis.Instruction, names: dict[str, Any]) -> bool:
     """Return whether an instruction reads no name but those of constants and of `math`, and changes none."""
     if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-        return _is_constant(names.get(instruction.argval, names))
+        return instruction.argval in names and _is_constant(names[instruction.argval])
 
     if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
         return instruction.argval in vars(math) and not instruction.argval.startswith("_")
