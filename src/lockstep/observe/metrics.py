@@ -69,7 +69,7 @@ class Sums:
     def __init__(self) -> None:
         self._losses: list[tuple[Number, Weight]] = []
         self._metrics: list[Term] = []
-        self._folded: dict[str, tuple[Number, Weight]] = {}
+        self._folded: dict[str, tuple[Any, Any]] = {}  # name -> (sum, weight)
 
     def clear(self) -> None:
         """Drop everything that was added."""
@@ -151,17 +151,12 @@ class Sums:
 class ExactSums(Sums):
     """Sums that are rounded once, after all ranks are added, so that they do not depend on the number of ranks.
 
-    Reading them makes the host wait for the device.
+    They are kept as `Exact` numbers. Reading them makes the host wait for the device.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
-        self._exact: dict[str, list[Exact]] = {}  # name -> [sum, weight]
-
-    def clear(self) -> None:
-        super().clear()
-        self._exact = {}
 
     def take(self, names: list[str], device: torch.device) -> Tensor:
         """Return the global sums on rank 0 and 0 on all others, so that one more all-reduce changes nothing."""
@@ -179,7 +174,7 @@ class ExactSums(Sums):
         Every rank adds up the same integers, so all have the same result, whatever the number of ranks.
         """
         self._fold()
-        local = [exact_to_text(value) for name in names for value in self._exact.pop(name, [0, 0])]
+        local = [exact_to_text(value) for name in names for value in self._folded.pop(name, (0, 0))]
 
         totals: list[Exact] = [0] * len(local)
         # Exact, so that the order of the ranks does not matter.
@@ -192,11 +187,6 @@ class ExactSums(Sums):
         """Add what `take_global` returned, without rounding."""
         for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
             self._add(name, exact_from_text(total), exact_from_text(weight))
-
-    def names(self) -> list[str]:
-        """Return the names of the metrics that were added since they were last taken."""
-        self._fold()
-        return sorted(self._exact)
 
     def _fold(self) -> None:
         """Add the collected terms as integers. The host waits for the device."""
@@ -213,8 +203,8 @@ class ExactSums(Sums):
 
     def _add(self, name: str, total: Exact, weight: Exact) -> None:
         """Add to the sum and to the weight of a name."""
-        before = self._exact.get(name, [0, 0])
-        self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
+        before = self._folded.get(name, (0, 0))
+        self._folded[name] = (add_exact(before[0], total), add_exact(before[1], weight))
 
 
 @dataclass

@@ -71,7 +71,10 @@ class InitialState:
 
     def __init__(self, schedulers: list[LRScheduler], groups: list[dict[str, Any]]):
         self.states = [state_of(scheduler) for scheduler in schedulers]
-        self._functions = [_function_settings(scheduler) for scheduler in schedulers]
+
+        # The numbers that the functions of a LambdaLR hold, which its state_dict leaves out. The schedulers of
+        # transformers are such functions, with the number of steps as an argument.
+        self._functions = [list(map(_bound_values, getattr(s, "lr_lambdas", ()))) for s in schedulers]
 
         # OneCycleLR and CyclicLR also set momenta, and store their bounds in the groups.
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -133,14 +136,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return dict(value) if isinstance(value, Counter) else value
-
-
-def _function_settings(scheduler: LRScheduler) -> list[dict[str, Any]]:
-    """Return the numbers that the functions of a LambdaLR hold, for each function. Its state_dict leaves them out.
-
-    The schedulers of transformers are such functions, with the number of steps as an argument.
-    """
-    return [_bound_values(function) for function in getattr(scheduler, "lr_lambdas", ())]
 
 
 def _bound_values(function: Any) -> dict[str, Any]:
