@@ -113,16 +113,20 @@ def needs_full_parameters(optimizer: torch.optim.Optimizer, hooks: StepHooks) ->
     if not needs_full:
         return False
 
+    fix = (
+        "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
+        f"{DTENSOR_ATTRIBUTE} = True in its class"
+    )
+    refuse_dependent(optimizer, "parameters are sharded", fix)
+    return True
+
+
+def refuse_dependent(optimizer: torch.optim.Optimizer, problem: str, fix: str) -> None:
+    """Refuse an optimizer whose update of one parameter depends on others, or that cannot be probed."""
     try:
         check_independent(optimizer)
     except ProbeFailed as reason:
-        fix = (
-            "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
-            f"{DTENSOR_ATTRIBUTE} = True in its class"
-        )
-        raise cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
-
-    return True
+        raise cannot_step(optimizer, problem, reason, fix) from reason
 
 
 # ---- hooks on the step ----

@@ -28,13 +28,13 @@ from lockstep.optim.capabilities import (
     check_kind,
     is_trusted,
     needs_full_parameters,
+    refuse_dependent,
     step_hook,
     traits_of,
 )
 from lockstep.optim.groups import restricted_to
 from lockstep.optim.registry import OptimizerTraits
 from lockstep.optim.schedule import group_added
-from lockstep.optim.unknown.probe import ProbeFailed, check_independent
 from lockstep.optim.unknown.stand_ins import step_with_stand_ins
 from lockstep.runtime.shards import by_mesh, to_local
 
@@ -249,14 +249,11 @@ class Optimizers:
         for optimizer in stepped:
             self.step_hooks.refuse(optimizer, problem, reason, f"{HOOK_FIX}; or set strategy=ddp")
             if not is_trusted(optimizer):
-                try:
-                    check_independent(optimizer)
-                except ProbeFailed as failed:
-                    fix = (
-                        "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
-                        f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
-                    )
-                    raise cannot_step(optimizer, problem, failed, fix) from failed
+                fix = (
+                    "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
+                    f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
+                )
+                refuse_dependent(optimizer, problem, fix)
 
     @property
     def step_hooks_changed(self) -> bool:
