@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,8 +91,10 @@ def facts_of(run: Path) -> RunFacts:
     metric, best = best_evaluation(events, _settings(run))
     size, written = _size_and_time(run)
 
-    # A run that ended or was preempted between two lines of the metrics has its last step in an event.
-    reached = [number(record.get("step")) for record in (newest, *events[_index(events, start) :])]
+    # A run that ended or was preempted between two lines of the metrics has its last step in an event. Before the last
+    # start there may be higher steps, which a resume has undone.
+    attempt = takewhile(lambda event: event.get("event") != "start", reversed(events))
+    reached = [number(record.get("step")) for record in (newest, *attempt)]
     plan = _mapping(run / PLAN)
     return RunFacts(
         path=str(run),
@@ -158,11 +161,6 @@ def _state(run: Path, events: Sequence[dict[str, Any]], written: float) -> State
         held = state == "killed" and time.time() - written < RECENT_S
 
     return "running" if held else state
-
-
-def _index(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> int:
-    """Return where the last attempt begins: steps before a resume may have been higher."""
-    return next((index for index, other in enumerate(events) if other is event), 0)
 
 
 def _whole(value: float | None) -> int | None:

@@ -157,22 +157,18 @@ class SlowRankWatch:
 class LateDataWatch:
     """Reports once that all GPUs wait for data. (A single GPU that waits makes its rank a slow rank.)"""
 
-    _intervals = 0
+    _intervals = 0  # in a row, in which they waited
+    _reported = False
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> str | None:
         """Take the figures of an interval and return a warning if it is due."""
         least = min(rows, key=_share_of_data)
         share = _share_of_data(least)
-
-        # After the report the count only grows, so that it equals CONSECUTIVE only once.
-        if self._intervals >= CONSECUTIVE or share >= DATA_WAIT_SHARE:
-            self._intervals += 1
-        else:
-            self._intervals = 0
-
-        if self._intervals != CONSECUTIVE:
+        self._intervals = self._intervals + 1 if share >= DATA_WAIT_SHARE else 0
+        if self._reported or self._intervals < CONSECUTIVE:
             return None
 
+        self._reported = True
         return (
             f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {share:.0%} of it, "
             "because it waits for data: raise data.workers, for example to 4"
