@@ -165,18 +165,9 @@ def collate_samples(collate: Callable[[list[Any]], Any], samples: list[Any], ids
 
 def is_empty(batch: Any) -> bool:
     """Return whether collate dropped all samples: the batch is None, or all its tensors have length 0."""
-    if batch is None:
-        return True
-
-    # Usually the first tensor has samples, and the others need not be examined.
-    has_tensors = False
-    for tensor in _tensors(batch):
-        if tensor.dim() and tensor.size(0):  # a nested tensor has no `shape`
-            return False
-
-        has_tensors |= tensor.dim() > 0
-
-    return has_tensors
+    # A tensor of shape () has no length, and a nested tensor no `shape`.
+    lengths = [tensor.size(0) for tensor in _tensors(batch) if tensor.dim()]
+    return batch is None or (bool(lengths) and not any(lengths))
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
