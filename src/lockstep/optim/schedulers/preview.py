@@ -15,7 +15,7 @@ import inspect
 import math
 import types
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -129,16 +129,13 @@ class Preview:
 
     def _first(self, failure: Failure) -> Failure:
         """Return the first step that fails. Stepwise, it is known already."""
-        works = 1
-        while self._is_direct and failure.step - works > 1:
-            middle = (works + failure.step) // 2
-            found = self._rates([middle])
-            if isinstance(found, Failure):
-                failure = found
-            else:
-                works = middle
+        if not self._is_direct:
+            return failure
 
-        return failure
+        # By bisection: step 1 works, and all steps after the first that fails fail, too.
+        steps = range(2, failure.step)
+        found = self._rates([2 + bisect_left(steps, True, key=lambda step: isinstance(self._rates([step]), Failure))])
+        return found if isinstance(found, Failure) else failure
 
 
 def can_be_previewed(schedulers: Sequence[LRScheduler]) -> bool:
