@@ -161,19 +161,7 @@ def _check_class(path: str, class_name: str) -> None:
     tree = _parsed(path)
 
     # Crude, but it never refuses a class that the file has, however it got it: a name that is bound anywhere counts.
-    bound: set[str] = set()
-
-    for node in ast.walk(tree):
-        match node:
-            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
-                bound.add(name)
-
-            case ast.alias(name=name, asname=other):
-                bound.add(other or name)
-            # What these functions bind is not known before the file runs.
-            case ast.Call(func=ast.Name(id="globals" | "vars" | "setattr" | "exec")):
-                bound.add("*")
-
+    bound = _bound_names(tree)
     if bound.isdisjoint({class_name, "*", "__getattr__"}):
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         tasks = _task_names(tree)
@@ -189,6 +177,22 @@ def _check_class(path: str, class_name: str) -> None:
     missing = [] if "*" in bound else _certainly_missing(tree, class_name)
     if missing:
         raise _lacks(path, class_name, missing, _task_names(tree))
+
+
+def _bound_names(tree: ast.AST) -> set[str]:
+    """Return the names that are bound anywhere in a tree; among them "*" if calls may bind others."""
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                bound.add(name)
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name)
+            # What these functions bind is not known before the file runs.
+            case ast.Call(func=ast.Name(id="globals" | "vars" | "setattr" | "exec")):
+                bound.add("*")
+
+    return bound
 
 
 def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
@@ -218,14 +222,7 @@ def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
         if not plain or name in imported or name in changed:
             return []
 
-        # Whatever is bound anywhere inside counts.
-        for node in ast.walk(classes[0]):
-            match node:
-                case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) | ast.Name(id=bound, ctx=ast.Store()):
-                    found.add(bound)
-                case ast.alias(name=bound, asname=other):
-                    found.add(other or bound)
-
+        found |= _bound_names(classes[0])
         waiting += [ast.unparse(base) for base in classes[0].bases]
 
     return [name for name in CONTRACT if name not in found]
