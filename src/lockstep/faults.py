@@ -217,6 +217,7 @@ def _hang() -> NoReturn:
         time.sleep(3600)
 
 
+# What a rank does that has one of these faults. The caller of `fire` carries out the others.
 ACTS: dict[str, Callable[[Fault], object]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),

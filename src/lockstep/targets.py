@@ -222,6 +222,7 @@ def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
         if not plain or name in imported or name in changed:
             return []
 
+        # A name that is bound anywhere inside counts.
         found |= _bound_names(classes[0])
         waiting += [ast.unparse(base) for base in classes[0].bases]
 

@@ -126,6 +126,7 @@ def _on_device(found: str) -> UserError:
 def check_sendable(batch: Any, ids: Sequence[int], where: str) -> None:
     """Check that a worker process can send the batch. Otherwise it would be lost, and the rank would wait forever."""
     try:
+        # Only whether it can be pickled matters, not the bytes.
         with open(os.devnull, "wb") as nowhere:
             _SendCheck(nowhere).dump(batch)
     except UserError:

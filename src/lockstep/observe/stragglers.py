@@ -168,6 +168,7 @@ class LateDataWatch:
         if self._reported or self._intervals < CONSECUTIVE:
             return None
 
+        # Once: the advice stays the same.
         self._reported = True
         return (
             f"the GPU has nothing to do for {least['data'] * 1e3:.3g} ms of every step, {share:.0%} of it, "

@@ -98,6 +98,7 @@ class Preview:
                 # A scheduler that cannot even make its first step needs something that the copy lacks.
                 return None if isinstance(self._rates([0, 1]), Failure) else self._first(found)
 
+        # The rates of each parameter group, in both halves of the run.
         halves = [
             ([found[step][group] for step in first_half], [found[step][group] for step in second_half])
             for group in range(len(found[0]))

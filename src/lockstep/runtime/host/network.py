@@ -139,6 +139,8 @@ def _check_interface(
     """Raise a UserError if an interface that `setting` names does not exist or has no address."""
     here = socket.gethostname()
     other = "one of them"
+
+    # The first of these explains those below it.
     if not named:
         problem = f"{setting} names no network interface of {here}"
     elif unknown:
