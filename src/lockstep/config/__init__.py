@@ -35,7 +35,6 @@ from lockstep.config.sections import (
     DDPConfig,
     FSDPConfig,
     LrConfig,
-    NonfiniteConfig,
     ScalerConfig,
     SpikeConfig,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "FSDPConfig",
     "Layer",
     "LrConfig",
-    "NonfiniteConfig",
     "Resolved",
     "RunConfig",
     "ScalerConfig",
