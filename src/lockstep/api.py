@@ -359,7 +359,8 @@ def fit(
     else:
         resolved = _without_options(task, resolved, layers)
 
-    name = _run_name(task)
+    # For the run folder: the class's name, after that of the notebook if it is known.
+    name = "-".join(filter(None, [kernel.notebook_name(), type(task).__name__.lower()]))
     if is_rank:
         with _resume_hint(resume_command or _advice_unless_launched("fit")):
             return _fit_here(task, resolved, name, callbacks)
@@ -387,11 +388,6 @@ def fit(
         _raise_unless_done(_launch(job).ending, run_dir, count, Path(path).parent)
 
     return RunResult(run_dir, json.loads((run_dir / SUMMARY).read_text()), task)
-
-
-def _run_name(task: Task) -> str:
-    """Return the class's name, for the run folder; in a notebook whose name is known, that name and the class's."""
-    return "-".join(filter(None, [kernel.notebook_name(), type(task).__name__.lower()]))
 
 
 def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:

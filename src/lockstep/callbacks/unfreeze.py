@@ -37,7 +37,9 @@ class Unfreeze:
                     "correct the pattern; parameters must not be frozen in model(): requires_grad=True",
                 )
 
-        steps = {name: self._first_step_of(name) for name in names}
+        # The first pattern that matches a name counts.
+        patterns = self.first_step.items()
+        steps = {name: next((step for p, step in patterns if fnmatchcase(name, p)), 0) for name in names}
         if min(steps.values()) > 0:
             raise UserError(
                 f"Unfreeze: no parameter is trained before step {min(steps.values())}",
@@ -46,6 +48,3 @@ class Unfreeze:
             )
 
         return steps
-
-    def _first_step_of(self, name: str) -> int:
-        return next((step for pattern, step in self.first_step.items() if fnmatchcase(name, pattern)), 0)

@@ -54,11 +54,6 @@ class SourceOptions:
         # As asked, but without an accelerator there is nothing to pin for, and torch would warn of it.
         return pin_memory and (self.device.type != "cpu" or torch.accelerator.is_available())
 
-    @property
-    def pins_here(self) -> bool:
-        """True if this process pins the batches. With worker processes, the DataLoader does."""
-        return self.pins_memory and not self.config.workers
-
 
 class DatasetSource(BatchSource):
     """A source that reads the user's dataset.
@@ -74,7 +69,8 @@ class DatasetSource(BatchSource):
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.collate = collate
         self.options = options
-        self._transfer = Transfer(options.device, options.pins_here)
+        # With worker processes, the DataLoader pins the batches.
+        self._transfer = Transfer(options.device, options.pins_memory and not options.config.workers)
         self._needs_transfer = options.device.type != "cpu"  # on a CPU a batch is there as soon as it has been read
 
     def read_again(self, micro: MicroBatch) -> Any:

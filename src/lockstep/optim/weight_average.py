@@ -31,8 +31,11 @@ class WeightAverage:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad and name not in held_elsewhere
         }
+
+        # At least float32: small changes are lost in 16 bits.
         self.parameter_tensors: Mapping[str, Tensor] = {
-            name: p.detach().to(_wide(p.dtype), copy=True) for name, p in self.parameters.items()
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self.parameters.items()
         }
 
     @torch.no_grad()
@@ -96,8 +99,3 @@ class WeightAverage:
     def _set(self, values: Iterator[Tensor]) -> None:
         for p, value in zip(self.parameters.values(), values, strict=True):
             to_local(p).copy_(value)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which parameters of `dtype` are averaged: small changes are lost in 16 bits."""
-    return torch.promote_types(dtype, torch.float32)

@@ -145,7 +145,7 @@ class Probe:
             return measured
 
         # Fused kernels with dropout inside cannot be replaced, but in eval mode they do not draw.
-        with eval_mode(self.run.driver.model), ConstantDraws() as mode:
+        with _in_eval_mode([*self.run.driver.model.modules()]), ConstantDraws() as mode:
             measured = self.measure(make_batch, gradients)
 
         if mode.unsupported:
@@ -174,13 +174,6 @@ def _metrics(loss: Loss) -> dict[str, float]:
 
 
 # ---- modes of modules ----
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Return a context in which all modules are in eval mode."""
-    with _in_eval_mode(list(model.modules())):
-        yield
 
 
 def has_statistics(module: nn.Module) -> bool:
