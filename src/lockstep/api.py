@@ -181,7 +181,9 @@ def train(
 
         return 0
 
-    if _is_rank_already(nnodes):
+    # Cloud platforms set these variables for each machine; with --nnodes they are not ambiguous.
+    of_machine = nnodes is not None and "LOCAL_RANK" not in os.environ
+    if not of_machine and environments.launched():
         option = "--nnodes" if nproc is None else "--nproc"
         raise UserError(
             f"{option} cannot be used here: another launcher has already made this process a rank",
@@ -227,14 +229,6 @@ def _describe_exit(ending: JobEnd) -> str:
         why = f"{rank}{failure.kind}: {failure.message}".partition("\n")[0]
 
     return f"exit code {ending.code} ({code.advice}): {why}"
-
-
-def _is_rank_already(nnodes: str | None) -> bool:
-    # Cloud platforms set these variables per machine; with --nnodes they are not ambiguous.
-    if nnodes is not None and "LOCAL_RANK" not in os.environ:
-        return False
-
-    return environments.launched()
 
 
 def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) -> None:

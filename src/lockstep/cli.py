@@ -36,18 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ending:
         raise SystemExit(code_for_srun(ending.code, final)) from None
     except Exception as error:
+        from lockstep.launch import lost_peer
+
         # A rank that has only lost another one does not know why the job has ended.
-        if _lost_another_rank(error):
+        if lost_peer.reported_by(error):
             raise
 
         sys.excepthook(type(error), error, error.__traceback__)
         return code_for_srun(ExitCode.FAILED, final)
-
-
-def _lost_another_rank(error: Exception) -> bool:
-    from lockstep.launch import lost_peer
-
-    return lost_peer.reported_by(error)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

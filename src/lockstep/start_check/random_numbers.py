@@ -96,21 +96,6 @@ def _probability(arguments: Arguments) -> Any:
     return arguments["self"] if probability is None else probability
 
 
-def _keep_all(result: tuple[Tensor, Tensor], arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """Return what dropout with probability 0 returns: the input, and a mask (of its shape) of ones."""
-    return arguments["input"].clone(), torch.ones_like(result[1])
-
-
-def _largest(result: Tensor, arguments: Arguments) -> Tensor:
-    """Return the indices (..., num_samples) of the most likely classes."""
-    return arguments["self"].topk(arguments["num_samples"], dim=-1).indices
-
-
-def _reversed(result: Tensor, arguments: Arguments) -> Tensor:
-    """Return the indices n - 1, ..., 0, in place of a permutation (n,)."""
-    return result.copy_(torch.arange(len(result) - 1, -1, -1, dtype=result.dtype))
-
-
 # Replacements for torch's random operators, by name. Each takes the operator's result and its arguments.
 _REPLACEMENTS: dict[str, Callable[[Any, Arguments], Any]] = {
     "rand": _filled(lambda arguments: 0.5),
@@ -130,8 +115,10 @@ _REPLACEMENTS: dict[str, Callable[[Any, Arguments], Any]] = {
     "poisson": _filled(lambda arguments: arguments["self"]),
     "_standard_gamma": _filled(lambda arguments: arguments["self"]),
     "_sample_dirichlet": _filled(lambda arguments: arguments["self"] / arguments["self"].sum(-1, keepdim=True)),
-    "native_dropout": _keep_all,
-    "multinomial": _largest,
-    # Reversed, not the identity: a loss that mixes samples must not mix each sample with itself.
-    "randperm": _reversed,
+    # As dropout with probability 0: the input, and a mask of ones.
+    "native_dropout": lambda result, arguments: (arguments["input"].clone(), torch.ones_like(result[1])),
+    # The indices (..., num_samples) of the most likely classes.
+    "multinomial": lambda result, arguments: arguments["self"].topk(arguments["num_samples"], dim=-1).indices,
+    # n - 1, ..., 0, not the identity: a loss that mixes samples must not mix each sample with itself.
+    "randperm": lambda result, arguments: result.copy_(torch.arange(len(result) - 1, -1, -1, dtype=result.dtype)),
 }
