@@ -68,6 +68,11 @@ def test_one_line_whatever_follows_the_micro_batches(tmp_path: Path, layers: Any
     assert only.endswith(line)
 
 
+def test_what_overflows_in_fp16_follows_the_micro_batches(tmp_path: Path) -> None:
+    (only,) = said(Chosen(), tmp_path, precision="fp16")
+    assert only == f"what overflows in fp16 follows them: {ADVICE}"
+
+
 @pytest.mark.parametrize("settings", [{"micro_batch": 4}, {"exact": True}, {"global_batch": None, "local_batch": 8}])
 def test_no_line_where_the_micro_batches_do_not_follow_the_ranks(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert said(Chosen(nn.Dropout(0.5), noise=True), tmp_path, **settings) == []

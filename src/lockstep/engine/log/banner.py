@@ -71,7 +71,7 @@ def describe_run(
         if mesh.is_data_parallel_only
         else f"{mesh}; {plural(mesh.data_size, 'group')} of ranks with samples of their own",
         "dropout": _dropout_of_stages(model, mesh),
-        "micro-batches": _micro_batches(model, config, plan, mesh),
+        "micro-batches": _micro_batches(model, precision, config, plan, mesh),
         # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
         "compile": _compile(driver, mesh) if wants_compile(config, runtime) else None,
@@ -193,20 +193,24 @@ def _dropout_of_stages(model: nn.Module, mesh: Mesh) -> str | None:
     return None
 
 
-def _micro_batches(model: nn.Module, config: RunConfig, plan: Plan, mesh: Mesh) -> str | None:
-    """Return a line if layers depend on the number of ranks, because the micro-batches do, else None."""
-    layers = []
+def _micro_batches(model: nn.Module, precision: Precision, config: RunConfig, plan: Plan, mesh: Mesh) -> str | None:
+    """Return a line if the result depends on the number of ranks, because the micro-batches do, else None."""
+    followers = []
     if has_dropout(model) and mesh.sizes["pp"] == 1:
-        layers.append("dropout")
+        followers.append("dropout")
 
     if takes_batch_statistics(model, config):
-        layers.append("BatchNorm")
+        followers.append("BatchNorm")
 
-    if not layers or not plan.follows_ranks(config):
+    # The gradient of a weight is summed over a micro-batch in float16: a larger one overflows at a smaller loss scale.
+    if precision.needs_scaler:
+        followers.append("what overflows in fp16")
+
+    if not followers or not plan.follows_ranks(config):
         return None
 
-    verb = "follow" if len(layers) > 1 else "follows"
-    return f"{' and '.join(layers)} {verb} them: {advise(plan)}"
+    verb = "follow" if len(followers) > 1 else "follows"
+    return f"{' and '.join(followers)} {verb} them: {advise(plan)}"
 
 
 def describe_own_loop(name: str, folder: RunFolder) -> str | None:
