@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -71,20 +72,33 @@ WAYS: dict[str, tuple[dict[str, Any], int, type[Ragged]]] = {
 }
 
 
+Alone = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Alone:
+    """The weights that one rank ends with, trained once for every task and its settings."""
+
+    @functools.cache
+    def train(kind: Any, **values: Any) -> dict[str, Tensor]:
+        (ended,) = pool.run(final, values, None, kind, world=1)
+        return ended["weights"]
+
+    return train
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_several_dtypes_train_as_on_one_rank(pool: Pool, way: str) -> None:
+def test_several_dtypes_train_as_on_one_rank(pool: Pool, alone: Alone, way: str) -> None:
     values, world, kind = WAYS[way]
-    (alone,) = pool.run(final, {}, None, kind, world=1)
     for found in pool.run(final, values, None, kind, world=world):
-        assert_close(found["weights"], alone["weights"])
+        assert_close(found["weights"], alone(kind))
         assert {t.dtype for t in found["weights"].values()} == {torch.float32, torch.float64, torch.bfloat16}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-grads"])
-def test_several_dtypes_in_exact_mode(pool: Pool, strategy: str) -> None:
-    (alone,) = pool.run(final, {"exact": True}, None, Mixed, world=1)
+def test_several_dtypes_in_exact_mode(pool: Pool, alone: Alone, strategy: str) -> None:
     for found in pool.run(final, {"exact": True, "strategy": strategy}, None, Mixed, world=2):
-        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(found["weights"], alone(Mixed, exact=True), rtol=0, atol=0)
 
 
 # ---- what is refused ----
@@ -374,17 +388,18 @@ TRAINED: dict[str, Any] = {
     "late": {"network": partial(WithAux, KeepingLate), "predict": plus_aux},
     "returned": {"network": Returning},
 }
+# One object for each: its weights on one rank are remembered by it.
+TASKS: dict[str, Any] = {case: partial(Regression, **options) for case, options in TRAINED.items()}
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-grads", "hsdp", "remat"])
 @pytest.mark.parametrize("case", TRAINED)
-def test_trained_as_on_one_rank(pool: Pool, case: str, way: str) -> None:
+def test_trained_as_on_one_rank(pool: Pool, alone: Alone, case: str, way: str) -> None:
     values, world, _ = WAYS[way]
-    task: Any = partial(Regression, **TRAINED[case])
+    task = TASKS[case]
     # One call in a step: KeepingLate counts them.
-    (alone,) = pool.run(final, VALUES | {"micro_batch": 8}, None, task, world=1)
     for found in pool.run(final, VALUES | values | {"micro_batch": 8 // world}, None, task, world=world):
-        assert_close(found["weights"], alone["weights"])
+        assert_close(found["weights"], alone(task, **VALUES | {"micro_batch": 8}))
 
 
 def plus_aux_of_last_stage(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
