@@ -56,7 +56,9 @@ IMPORTED = (
     "lockstep.api",
     "lockstep.bench.command",
     "lockstep.clusters.command",
+    "lockstep.clusters.hosts",
     "lockstep.clusters.kubernetes",
+    "lockstep.clusters.nodes",
     "lockstep.clusters.ray",
     "lockstep.clusters.slurm",
     "lockstep.engine.loop",
@@ -368,6 +370,7 @@ def serve(number: str) -> Callable[[], None]:
     gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
+    warm_up()
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -386,6 +389,38 @@ def serve(number: str) -> Callable[[], None]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return _keep(line)
         line.close()
+
+
+def warm_up() -> None:
+    """Let Python and torch remember what each forked process would find out again: it writes where they remember it,
+    and the kernel copies a page of memory for each place."""
+    import sysconfig
+    from collections.abc import Mapping
+
+    import torch
+    from torch.utils.data import IterableDataset, TensorDataset
+
+    from lockstep.config import resolve
+
+    # Whether a class is a kind of another: Python asks all subclasses of that, and remembers the answer.
+    for kind in (bool, bytes, dict, float, int, list, str, tuple, type(None), torch.Tensor, torch.nn.Parameter):
+        issubclass(kind, Mapping)
+    issubclass(TensorDataset, IterableDataset)
+    resolve([])
+
+    # What torch looks for when it first records something, and what it forgets when a process group is made.
+    with torch.profiler.record_function("warm-up"):
+        pass
+    torch._dynamo.trace_rules.clear_lru_cache()
+    sysconfig.get_paths()
+    put_names_together()
+
+
+def put_names_together() -> None:
+    """Give the modules names that lie side by side in memory: a run of several ranks looks at all of them."""
+    again = {bytes(name, "utf-8").decode(): module for name, module in sys.modules.items()}
+    sys.modules.clear()  # nothing is imported before the next line is done
+    sys.modules.update(again)
 
 
 def use_large_pages() -> None:
