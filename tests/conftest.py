@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,13 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False  # pytest rewrites the assertions of all tests otherwise, in each of its workers
 
+# What tests write goes to memory where there is room: a disk makes them wait, and looks long for a free place where
+# thousands of files have just been deleted. `--basetemp FOLDER` names another place.
+MEMORY = Path("/dev/shm")
+ROOM = 4 * 1024**3  # bytes; a session has a few hundred megabytes at a time
+if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 # Timings never decide: a busy machine is not a broken program.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -171,10 +179,10 @@ def zygotes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Worker processes for multi-process tests; they start with the first job."""
     from pool import Pool
 
-    made = Pool()
+    made = Pool(tmp_path_factory.getbasetemp())
     yield made
     made.close()

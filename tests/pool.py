@@ -153,12 +153,12 @@ class Zygote:
 
 
 class Pool:
-    """Starts when the first job comes."""
+    """Starts when the first job comes. Its jobs run in a folder of its own, in `place` if that is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path | None = None) -> None:
         from torch.distributed import TCPStore
 
-        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-")
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-", dir=place)
         # One meeting point for the whole session; every job has its own prefix in it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._zygotes: list[Zygote] = []
@@ -282,9 +282,11 @@ def main() -> None:
     gc.disable()  # as in `lockstep.launch.ranks.zygote`
     for name in IMPORTED:
         importlib.import_module(name)
+    preloaded.put_names_together()
     gc.collect()
     gc.freeze()
     gc.enable()
+    preloaded.use_large_pages()  # importing has written to those of the server
     connection.send_bytes(cloudpickle.dumps("ready"))
     while True:
         try:
