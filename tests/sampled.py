@@ -87,4 +87,12 @@ SAMPLED: dict[str, tuple[int, ...]] = {
     "ranks/test_tensor.py::test_other_ways_of_clipping": (1,),
     "ranks/test_tensor.py::test_uneven_parts_come_back_from_a_checkpoint": (0, 1),
     "ranks/test_zoo.py::test_it_ends_where_plain_pytorch_ends": (3, 4, 7, 10),
+    "ranks/test_compiled_loss.py::test_hooks_that_come_and_go_count": (0, 3),
+    "ranks/test_fsdp.py::test_several_dtypes_train_as_on_one_rank": (2, 4, 5),
+    "ranks/test_fsdp.py::test_trained_as_on_one_rank": (0, 2, 5, 7, 8, 10, 13, 15, 18, 19),
+    "ranks/test_late_storage.py::test_a_restore_waits_for_files_that_one_rank_sees_late": (0, 3, 4, 7),
+    "ranks/test_users_model.py::test_a_gradient_that_comes_in_parts": (0, 3),
+    "ranks/test_users_model.py::test_every_way_through_the_model_is_reduced": (0, 3, 4, 7, 8, 11, 12, 15),
+    "test_verify.py::test_a_pass_that_is_due_to_verify_names_its_condition": (1, 2),
+    "unit/data/test_own_reads.py::test_what_lockstep_reads_itself_is_no_change": (1, 2),
 }
