@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,11 +22,12 @@ from lockstep import faults
 from lockstep.api import Best, RunResult
 from lockstep.checkpoint import command
 from lockstep.checkpoint.saving import pending
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
-from lockstep.engine import loop
+from lockstep.engine import end, loop
 from lockstep.engine.setup import open_run
-from lockstep.errors import Preempted
+from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.environments.launcher import ATTEMPT
@@ -252,6 +254,39 @@ def test_the_last_save_is_tried_once_more(pool: Pool, tmp_path: Path, failures: 
     assert (tmp_path / "model.safetensors").exists()
     for trace in traces:
         assert ("no space left" in trace.summary.get("save_failed", "")) == (failures == 2)
+
+
+def without_room(world: World, store: Any, values: dict[str, Any], plan: list[dict[str, Any]], log: Path) -> None:
+    """Train where the weights have no room until rank 1 has deleted its file of the failed save, after a while."""
+    original_abort, original_write = Save.abort, end.save_weights
+
+    def abort(save: Save, why: str, timeout: float | None = None) -> None:
+        if world.rank == 1:
+            time.sleep(0.3)  # as a thread that is in the middle of a write
+
+        original_abort(save, why, timeout)
+        if world.rank == 1:
+            log.touch()
+
+    def write(*args: Any) -> None:
+        if not log.exists():
+            raise UserError("no space left", "", "")
+
+        original_write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Save, "abort", abort)
+        patch.setattr(end, "save_weights", write)
+        faulty(world, store, Regression(), values, plan)
+
+
+def test_the_weights_get_the_room_of_a_save_that_fails_beside_them(pool: Pool, tmp_path: Path) -> None:
+    """The run ended with an error, though its weights had room as soon as the files of that save were deleted."""
+    values = BASE | {"run_dir": str(tmp_path / "run"), "checkpoint.every": 6}
+    pool.run(without_room, values, [{"how": "disk full", "rank": 0, "step": 12}], tmp_path / "deleted", world=2)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    (warning,) = [event["reason"] for event in events(tmp_path / "run", "warning")]
+    assert "The run ends without it" in warning
 
 
 def test_a_save_that_failed_is_tried_again_at_the_end(pool: Pool, tmp_path: Path) -> None:

@@ -58,8 +58,11 @@ def end_training(run: Run) -> None:
     except UserError:
         # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
         pending.note_end(saves_again=False)
-        pending.settle()
-        raise
+        if not pending.settle():
+            raise
+
+        # The save has failed as well, and left room: its files are deleted by now.
+        _save_final_weights(run)
 
     _finish_last_save(run)
 
