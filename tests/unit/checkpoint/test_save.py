@@ -11,6 +11,7 @@ import stat
 import subprocess
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, enc
 from lockstep.checkpoint.manifest_reader import decode_manifest, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import commit as committing
+from lockstep.checkpoint.saving import snapshot as snapshot_module
 from lockstep.checkpoint.saving.draft import Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
@@ -246,6 +248,27 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
     saver.copy_and_write(4, RankContents(shard(more, 0, 1)))  # the layout may change
     assert is_committed(saver.take_ended()[0])
     assert same(load(storage)[1], more)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("copy_later", [(), ("f4",)])
+def test_a_save_that_has_ended_does_not_keep_the_buffer(tmp_path, monkeypatch, asynchronous, copy_later):
+    """A run that has ended may stay in the user's hands, and the buffer is as large as all that this rank writes."""
+    memory = []
+
+    def allocate(size: int, pinned: bool) -> torch.Tensor:
+        array = np.zeros(size, dtype=np.uint8)
+        memory.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(snapshot_module, "_allocate", allocate)
+    saver = savers(tmp_path, asynchronous=asynchronous)[0]
+    contents = RankContents({"f4": shard_of(torch.ones(3)), "f8": shard_of(torch.ones(3))}, copy_later=copy_later)
+    save = saver.copy_and_write(1, contents)
+    assert save.wait()
+    saver.close()
+    assert isinstance(save.outcome, Committed)
+    assert memory[0]() is None
 
 
 def test_saving_at_once_needs_no_thread(storage):

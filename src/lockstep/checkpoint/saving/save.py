@@ -127,7 +127,8 @@ class Save:
         self._abort = AbortRequest()
         self._thread: threading.Thread | None = None
 
-        # The copy, which may go on while training continues, until `wait_for_copy`; None: nothing is left to wait for.
+        # The copy, which may go on while training continues; None: nothing is left to wait for. Once complete, it is
+        # dropped, because it would keep the buffer in memory.
         self._copy: SnapshotCopy | None = None
 
         self.stall_s = 0.0  # how long training waited for the save
@@ -162,10 +163,10 @@ class Save:
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
-        if self._copy is not None:
+        copy = self._copy
+        if copy is not None:
             began = time.perf_counter()
-            self._copy.wait()
-            self._copy = None
+            copy.wait()
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
@@ -190,6 +191,7 @@ class Save:
         try:
             # The copy of the optimizers' state may still be under way.
             copy.run()
+            self._copy = None
             self._write_file(copy)
 
             self.write_s = time.perf_counter() - began
