@@ -96,6 +96,17 @@ def plan_mesh(config: RunConfig, world: World) -> Mesh:
         configured = {axis: size for axis, size in sizes.items() if size}
         raise _misfit(configured, free_axis, world.size)
 
+    # The other axes may take all ranks. The driver of the strategy then has nothing to do, unless another one runs.
+    strategy = config.strategy_record
+    runs = strategy.driver_in(shape) == strategy.driver
+    if strategy.axis and shape[strategy.axis] == 1 and runs and not world.alone:
+        taken = " and ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size > 1)
+        raise UserError(
+            f"strategy={strategy.name} on {world.size} ranks leaves nothing to shard: {taken} takes all of them",
+            "",
+            f"start twice as many ranks: --nproc {2 * world.size}; or set strategy=ddp",
+        )
+
     return Mesh(shape, world.rank)
 
 

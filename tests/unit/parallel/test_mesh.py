@@ -68,6 +68,9 @@ REFUSED = [
     ({"strategy": "hsdp", "mesh.tp": 2}, 4, "cannot be combined with mesh.tp=2", "set strategy=fsdp"),
     ({"strategy": "zero1", "mesh.tp": 2}, 4, "cannot be combined with mesh.tp=2", "set strategy=ddp"),
     ({"strategy": "tp", "mesh.tp": 1}, 4, "nothing to shard", "leave mesh.tp out"),
+    ({"strategy": "tp", "mesh.dp": 2}, 2, "nothing to shard: mesh.dp=2 takes all", "--nproc 4"),
+    ({"strategy": "pp", "mesh.dp": 2}, 2, "nothing to shard: mesh.dp=2 takes all", "--nproc 4"),
+    ({"strategy": "pp", "mesh.tp": 2}, 2, "nothing to shard: mesh.tp=2 takes all", "--nproc 4"),
     ({"strategy": "tp", "mesh.dp": 3}, 4, "4 is not a multiple of 3", "mesh.dp=2"),
     ({"strategy": "fsdp", "fsdp.offload": True, "mesh.tp": 2}, 4, "in host memory", "leave fsdp.offload out"),
 ]
