@@ -144,7 +144,7 @@ class Agent:
         self._current = current = LocalRanks(start, self.host, logs)
         spec = self._job.spec_for_ranks
         shared = rank_environment(start, current.folder, logs, self._zygote.env, self.secret)
-        for local_rank, rank in enumerate(current.ranks.values()):
+        for local_rank, rank in enumerate(current.running.values()):
             env = shared | {"RANK": str(rank.number), "LOCAL_RANK": str(local_rank)}
 
             # Rank 0 ends if its coordinator is superseded.
@@ -200,7 +200,7 @@ class Agent:
         if not self._zygote.ready:
             self._zygote.drop_unsent()
             rank_exit = RankExit.as_asked("nothing")
-            for number in list(current.ranks):
+            for number in list(current.running):
                 current.ended(number)
                 self._messages.append(RankExited(current.attempt, number, rank_exit))
 
@@ -260,7 +260,7 @@ class Agent:
             self._messages.append(self.heartbeat())
 
         for change in changes:
-            rank = current.ranks.get(change.rank)
+            rank = current.running.get(change.rank)
             if rank is None:
                 continue
 
@@ -289,7 +289,7 @@ class Agent:
         """Kill a zygote that does not answer, and replace one that has died."""
         # The ranks were killed long ago and have no process any more, but the zygote has not reported it: it is halted,
         # or it stalls.
-        if current and current.ranks and current.seconds_since_kill > RANKS_KILL_S and not current.any_process_left:
+        if current and current.running and current.seconds_since_kill > RANKS_KILL_S and not current.any_process_left:
             self._zygote.kill_zygote(f"did not report within {RANKS_KILL_S:.0f} s that its killed ranks had ended")
 
         if not self._zygote.alive and not self._cannot_import:

@@ -147,7 +147,8 @@ class Coordinator:
         messages = self._agent.poll()
         from_nodes = self._hub.poll(now)
 
-        # One look at the disk, which may take long to answer. Waiting for it does not count as being halted.
+        # A decision needs the newest state of the disk, which may take long to answer. The iteration begins after that
+        # wait: it must not look as if this process had been halted.
         if self._must_refresh(messages, from_nodes, now):
             self._send_heartbeat()
             self._watch.refresh()

@@ -301,7 +301,7 @@ class TakeoverWatch(CounterWatch):
         """Return whether the coordinator is known to be alive: its counter has grown, and not too long ago."""
         return self.has_grown and self.still_for(now) < self._patience
 
-    def reason(self, cut_off: set[int], now: float) -> str | None:
+    def reason_to_take_over(self, cut_off: set[int], now: float) -> str | None:
         """Return why this node takes over now, or None. `cut_off` are the nodes that cannot reach the coordinator."""
         if self._seen is None:
             return None

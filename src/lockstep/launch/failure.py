@@ -221,8 +221,8 @@ class RankExit:
 
 def pick_root(exits: dict[int, RankExit]) -> int | None:
     """Return the rank whose failure explains the others; None if no rank has failed."""
-    failures = [(end.failure.root_order, rank) for rank, end in exits.items() if end.failure is not None]
-    return min(failures)[1] if failures else None
+    failures = {rank: rank_exit.failure for rank, rank_exit in exits.items() if rank_exit.failure is not None}
+    return min(failures, key=lambda rank: (failures[rank].root_order, rank), default=None)
 
 
 def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure:

@@ -275,7 +275,7 @@ def slow_rank(tmp_path, monkeypatch):
     agent = Agent(Job({}, tmp_path, Bounds(1, 1)), "host-a")
     agent.carry_out(START)
     process = subprocess.Popen(["sleep", "600"])
-    agent._current.ranks[0].pid = process.pid
+    agent._current.running[0].pid = process.pid
     yield agent, process
     process.kill()
     process.wait()
@@ -328,7 +328,7 @@ def test_a_report_about_an_earlier_attempt_is_not_about_the_rank_of_the_same_num
     late = [RankChange(0, 0, process.pid), RankChange(0, 0, process.pid, -signal.SIGKILL)]
     monkeypatch.setattr(agent._zygote, "poll", lambda: late, raising=False)
     assert agent.poll() == []
-    assert agent._current.ranks[0].pid is None
+    assert agent._current.running[0].pid is None
 
 
 def polled(agent: Agent) -> list[Message]:
@@ -391,7 +391,7 @@ def test_a_rank_that_has_failed_and_cleans_up_is_ended_and_not_asked_for_its_sta
         agent.carry_out(CollectStacks(0, 7))
         assert killed == [process.pid]
         assert agent.poll() == []
-        found = examine(agent._current.ranks[0], -signal.SIGKILL, time.time())
+        found = examine(agent._current.running[0], -signal.SIGKILL, time.time())
     assert (found.failure.kind, found.failure.message) == ("ValueError", "the cause")
 
     # The program has caught the error, and goes on.

@@ -126,7 +126,7 @@ def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypat
     monkeypatch.setattr(coordinator, "_heartbeat_due", float("inf"))
     coordinator._iterate()
     assert not sent
-    coordinator._state_machine._next_attempt.decide(End(JobEnd(1), "it has failed"))
+    coordinator._state_machine._next_attempt.note_decision(End(JobEnd(1), "it has failed"))
     monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
     coordinator._iterate()
     coordinator._iterate()
@@ -223,7 +223,9 @@ def test_a_disk_that_does_not_answer_does_not_keep_the_end_of_a_rank(started, mo
     """The loop looked for a successor itself, without a limit."""
     coordinator, term = started([])
     exits, ended = [], RankExited(0, 0, RankExit(-9))
-    monkeypatch.setattr(coordinator._state_machine._rank_exits, "note", lambda message, now: exits.append(message))
+    monkeypatch.setattr(
+        coordinator._state_machine._rank_exits, "rank_exited", lambda message, now: exits.append(message)
+    )
     monkeypatch.setattr(coordinator._agent, "poll", lambda: [ended], raising=False)
     monkeypatch.setattr(term, "superseded", slow_disk.superseded)
     monkeypatch.setattr(folder_watch, "END_S", 0.0)
@@ -357,7 +359,9 @@ def test_a_rank_0_that_ended_because_of_a_successor_is_no_failure(started, tmp_p
     """It may have looked before the thread has."""
     coordinator, _ = started([])
     exits = []
-    monkeypatch.setattr(coordinator._state_machine._rank_exits, "note", lambda message, now: exits.append(message))
+    monkeypatch.setattr(
+        coordinator._state_machine._rank_exits, "rank_exited", lambda message, now: exits.append(message)
+    )
     ended = RankExited(0, 0, RankExit(-9))
     monkeypatch.setattr(coordinator._agent, "poll", lambda: [ended], raising=False)
     if superseded:
@@ -392,7 +396,9 @@ def test_failures_of_two_machines_are_compared_by_one_clock(started, monkeypatch
     """The clock of node 1 is an hour ahead. Its rank failed two seconds ago, before the rank of this node."""
     coordinator, _ = started([], nnodes=Bounds(2, 2))
     exits = []
-    monkeypatch.setattr(coordinator._state_machine._rank_exits, "note", lambda message, now: exits.append(message))
+    monkeypatch.setattr(
+        coordinator._state_machine._rank_exits, "rank_exited", lambda message, now: exits.append(message)
+    )
     coordinator._receive_from_node(1, Hello("host-b", Bounds(1, 1), coordinator._job.identity), 0.0)
 
     here = time.time()

@@ -137,26 +137,29 @@ def watch(number: int, nodes: list[int]) -> TakeoverWatch:
 
 def test_a_dead_coordinator_is_replaced_by_the_lowest_number():
     made = {number: watch(number, [0, 2, 3, 7]) for number in (2, 3, 7)}
-    due = {number: next(now for now in range(100, 120) if one.reason(set(), now)) for number, one in made.items()}
+    due = {
+        number: next(now for now in range(100, 120) if one.reason_to_take_over(set(), now))
+        for number, one in made.items()
+    }
     assert due == {2: 105, 3: 107, 7: 109}
-    assert "no sign of life in the run folder for 5 s" in made[2].reason(set(), 105.0)
-    assert "no sign of life in the run folder for 7 s" in made[3].reason(set(), 107.0)
+    assert "no sign of life in the run folder for 5 s" in made[2].reason_to_take_over(set(), 105.0)
+    assert "no sign of life in the run folder for 7 s" in made[3].reason_to_take_over(set(), 107.0)
 
 
 def test_the_last_of_many_nodes_does_not_wait_for_minutes():
     """If the nodes with lower numbers are lost as well, a node of a large job still takes over soon."""
     last, nodes = watch(1000, list(range(1001))), set(range(1001))
-    assert last.reason(set(), 124.0) is None
-    assert "no sign of life" in last.reason(set(), 125.0)
+    assert last.reason_to_take_over(set(), 124.0) is None
+    assert "no sign of life" in last.reason_to_take_over(set(), 125.0)
 
     # The coordinator lives, but no node can reach it.
     last.note(1, "1", 126.0)
-    assert last.reason(nodes, 126.0) is None
+    assert last.reason_to_take_over(nodes, 126.0) is None
     for second in range(127, 146):
         last.note(1, str(second), float(second))
-        assert last.reason(nodes, float(second)) is None
+        assert last.reason_to_take_over(nodes, float(second)) is None
     last.note(1, "146", 146.0)
-    assert last.reason(nodes, 146.0) == "most nodes cannot reach it"
+    assert last.reason_to_take_over(nodes, 146.0) == "most nodes cannot reach it"
 
 
 def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
@@ -164,24 +167,24 @@ def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
     for second in range(1, 60):
         made.note(1, str(second), 100.0 + second)
         assert made.is_alive(100.0 + second)
-        assert made.reason({1}, 100.0 + second) is None
+        assert made.reason_to_take_over({1}, 100.0 + second) is None
 
 
 def test_a_coordinator_that_most_cannot_reach_is_replaced():
     first, second = watch(1, [0, 1, 2]), watch(2, [0, 1, 2])
     for one in (first, second):
         one.note(1, "1", 101.0)
-        assert one.reason({1}, 101.0) is None
-    assert first.reason({1, 2}, 101.5) == "most nodes cannot reach it"
-    assert second.reason({1, 2}, 101.5) is None  # the lower number goes first
-    assert second.reason({1, 2, 9}, 103.5) == "most nodes cannot reach it"  # 9 is no member
+        assert one.reason_to_take_over({1}, 101.0) is None
+    assert first.reason_to_take_over({1, 2}, 101.5) == "most nodes cannot reach it"
+    assert second.reason_to_take_over({1, 2}, 101.5) is None  # the lower number goes first
+    assert second.reason_to_take_over({1, 2, 9}, 103.5) == "most nodes cannot reach it"  # 9 is no member
 
 
 def test_a_successor_that_is_lost_as_well_is_waited_for_anew():
     made = watch(3, [0, 2, 3])
     made.note(2, "0", 106.0)
-    assert made.reason(set(), 112.0) is None
-    assert made.reason(set(), 113.0)
+    assert made.reason_to_take_over(set(), 112.0) is None
+    assert made.reason_to_take_over(set(), 113.0)
 
 
 def test_who_cannot_reach_the_coordinator(tmp_path):
@@ -218,11 +221,11 @@ def test_a_counter_that_has_stopped_is_no_sign_of_life():
 def test_a_count_that_cannot_be_read_stands_for_nothing():
     made = watch(1, [0, 1])
     made.note(1, "", 104.0)
-    assert made.reason(set(), 200.0) is None
+    assert made.reason_to_take_over(set(), 200.0) is None
     made.note(1, "0", 200.0)
     assert not made.has_grown
-    assert made.reason(set(), 204.0) is None
-    assert made.reason(set(), 205.0)
+    assert made.reason_to_take_over(set(), 204.0) is None
+    assert made.reason_to_take_over(set(), 205.0)
 
 
 def test_for_how_long_a_count_is_known_to_stand_still():

@@ -205,6 +205,17 @@ class Attempts:
         return self._status.current is JobStatus.SAVE_AND_EXIT
 
     @property
+    def starts_due(self) -> float:
+        """When all nodes must have confirmed that they start their ranks; infinite if they have."""
+        attempt = self.active
+        return attempt.confirm_by if attempt is not None and self.unconfirmed_nodes else math.inf
+
+    @property
+    def unconfirmed_nodes(self) -> list[int]:
+        """The nodes that have not confirmed yet that they start their ranks, and still belong to the job."""
+        return sorted(self.newest.awaiting_start & self._nodes.joined.keys()) if self.newest is not None else []
+
+    @property
     def nodes(self) -> set[int]:
         """The nodes that have ranks of the newest attempt, and still belong to the job."""
         return self.newest.nodes & self._nodes.joined.keys() if self.newest is not None else set()

@@ -82,7 +82,7 @@ class AttemptEnd:
         # Then the attempt, which is over. A smaller micro-batch is asked for only a few times, so that does not count.
         situation = replace(self._next_attempt.situation(now), reached_timeout=reached_timeout)
         decision = after_failure(failure, situation)
-        self._next_attempt.decide(decision)
+        self._next_attempt.note_decision(decision)
         if isinstance(decision, Restart) and not failure.traits.asks_for_smaller_micro_batch:
             self._restarts.count(now, reached_timeout)
 
@@ -107,8 +107,8 @@ class AttemptEnd:
             return
 
         if attempt.save_outcome == "failed":
-            step = next(end.save_step for end in attempt.exits.values() if end.save_outcome == "failed")
-            lost = f"the save of step {step} failed"
+            failed = next(rank_exit for rank_exit in attempt.exits.values() if rank_exit.save_outcome == "failed")
+            lost = f"the save of step {failed.save_step} failed"
             self._outbox.announce(f"{lost}; the job can only continue from {self._facts.where_to_resume}")
 
         self.decide_after_request(now)
@@ -117,7 +117,7 @@ class AttemptEnd:
     def decide_after_request(self, now: float) -> None:
         """Decide what follows a request to save and exit. It is not a failure: nothing is announced or counted."""
         situation = self._next_attempt.situation(now)
-        self._next_attempt.decide(after_request(situation, self._next_attempt.final_end))
+        self._next_attempt.note_decision(after_request(situation, self._next_attempt.final_end))
 
     def end_with_nothing_to_save(self, now: float) -> None:
         """Kill ranks that were asked to save before any of them has ended a step."""
@@ -129,7 +129,7 @@ class AttemptEnd:
 
     def call_off_next_attempt(self, now: float) -> None:
         """Act on a signal that comes while no rank trains: no other attempt starts."""
-        before = self._next_attempt.decided
+        before = self._next_attempt.decision
         self.decide_after_request(now)
 
         # A restart may have been announced.
@@ -139,7 +139,7 @@ class AttemptEnd:
 
     def end_at_once(self, now: float) -> None:
         """End the job after a second Ctrl-C, without a save."""
-        self._next_attempt.decide(after_second_ctrl_c(self._next_attempt.situation(now)))
+        self._next_attempt.note_decision(after_second_ctrl_c(self._next_attempt.situation(now)))
         self._kill_ranks(now)
 
     # ---- a node fewer ----

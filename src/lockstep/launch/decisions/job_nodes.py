@@ -109,8 +109,11 @@ class JobNodes:
     @property
     def ready_at(self) -> float:
         """When an attempt can start: at once if the job is full, or when it is large enough and has waited for more."""
-        if self.full or self.missing:
-            return -math.inf if self.full else math.inf
+        if self.full:
+            return -math.inf
+
+        if self.missing:
+            return math.inf
 
         return min(self._changed + SETTLE_S, self._enough_since + MOST_SETTLE_S)
 

@@ -59,7 +59,7 @@ class NextAttempt:
         self._not_before = not_before
 
         # What follows when all ranks are gone. None before the first attempt, and while nothing has happened.
-        self.decided: Decision | None = None
+        self.decision: Decision | None = None
 
         # How many nodes were missing when that was last announced, and when it may be announced next.
         self._announced_missing = 0
@@ -88,14 +88,14 @@ class NextAttempt:
         # Until this coordinator has started an attempt, also after a takeover, the other nodes have yet to join.
         return self._nodes.shortage if self._attempts.newest is not None else None
 
-    def decide(self, decision: Decision) -> None:
-        """Note what follows when all ranks are gone."""
-        self.decided = decision
+    def note_decision(self, decision: Decision) -> None:
+        """Note what follows when all ranks are gone: an answer of `recovery.py`."""
+        self.decision = decision
 
     @property
     def decided_end(self) -> End | EndPreempted | None:
         """How the job ends when all ranks are gone; None if no end is decided."""
-        return self.decided if isinstance(self.decided, End | EndPreempted) else None
+        return self.decision if isinstance(self.decision, End | EndPreempted) else None
 
     @property
     def final_end(self) -> End | None:
@@ -103,7 +103,7 @@ class NextAttempt:
 
         A job that ends as preempted has none: its code is that of the signal.
         """
-        return self.decided if isinstance(self.decided, End) else None
+        return self.decision if isinstance(self.decision, End) else None
 
     # ---- waiting for nodes ----
 
@@ -138,58 +138,6 @@ class NextAttempt:
         if self._status.current is JobStatus.JOIN and is_news:
             self.announce_missing(now)
 
-    def announce_missing(self, now: float) -> None:
-        """Announce how many nodes are missing, if any are, and how long the job waits for them."""
-        missing = self._nodes.missing
-        self._announced_missing = missing
-        self._announce_missing_at = now + ANNOUNCE_MISSING_S
-
-        if missing:
-            left = self._status.deadline - now
-            time_left = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} s"
-            limit = f"of {self._nodes.bounds.least}; giving up after {time_left}"
-
-            where = self._facts.job.join
-            self._outbox.announce(f"waiting for {plural(missing, 'more node')} at {where} ({limit})")
-
-    # ---- the end of the job ----
-
-    def end_job(self, ending: JobEnd) -> None:
-        """End the job. No rank runs any more."""
-        self._status.enter(JobStatus.OVER)
-        self._outbox.put(ending)
-
-    def end_if_too_few(self, now: float) -> None:
-        """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
-        shortage = self._shortage
-        if self._status.current is JobStatus.JOIN and shortage:
-            self.end_without_attempt(shortage, now)
-
-    def end_without_attempt(self, problem: str, now: float) -> None:
-        """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
-        if self.decided_end is None:
-            self.decide(if_none_can_start(problem, self.situation(now)))
-            again = "started" if self._attempts.last_number is None else "restarted"
-            self._outbox.announce(f"not {again}: {problem}. {self._facts.how_to_resume}")
-
-        self._end_if_decided()
-
-    def _end_if_decided(self) -> bool:
-        """End the job if that was decided before the ranks were gone. Return whether it was."""
-        match self.decided:
-            case End(ending=ending):
-                self.end_job(ending)
-                return True
-
-            case EndPreempted():
-                self.end_job(self._save_requests.announce_end())
-                return True
-
-            case _:
-                return False
-
-    # ---- the start of an attempt ----
-
     def _end_or_start_if_due(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
         if now < self.due or self._end_if_decided():
@@ -220,8 +168,58 @@ class NextAttempt:
         attempt.confirm_by = now + START_S
 
         # The number of ranks that restart is known only now.
-        if isinstance(self.decided, Restart):
+        if isinstance(self.decision, Restart):
             self._outbox.record_event("restart", attempt=number, ranks=nodes.world_size, step=attempt.started_from)
 
-        self.decided = None
+        self.decision = None
         self._outbox.put(StartAttempt(number, {node: attempt.ranks_on(node) for node in counts}))
+
+    def announce_missing(self, now: float) -> None:
+        """Announce how many nodes are missing, if any are, and how long the job waits for them."""
+        missing = self._nodes.missing
+        self._announced_missing = missing
+        self._announce_missing_at = now + ANNOUNCE_MISSING_S
+
+        if missing:
+            left = self._status.deadline - now
+            time_left = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} s"
+            limit = f"of {self._nodes.bounds.least}; giving up after {time_left}"
+
+            where = self._facts.job.join
+            self._outbox.announce(f"waiting for {plural(missing, 'more node')} at {where} ({limit})")
+
+    # ---- the end of the job ----
+
+    def end_if_too_few(self, now: float) -> None:
+        """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
+        shortage = self._shortage
+        if self._status.current is JobStatus.JOIN and shortage:
+            self.end_without_attempt(shortage, now)
+
+    def end_without_attempt(self, problem: str, now: float) -> None:
+        """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
+        if self.decided_end is None:
+            self.note_decision(if_none_can_start(problem, self.situation(now)))
+            again = "started" if self._attempts.last_number is None else "restarted"
+            self._outbox.announce(f"not {again}: {problem}. {self._facts.how_to_resume}")
+
+        self._end_if_decided()
+
+    def _end_if_decided(self) -> bool:
+        """End the job if that was decided before the ranks were gone. Return whether it was."""
+        match self.decision:
+            case End(ending=ending):
+                self.end_job(ending)
+                return True
+
+            case EndPreempted():
+                self.end_job(self._save_requests.announce_end())
+                return True
+
+            case _:
+                return False
+
+    def end_job(self, ending: JobEnd) -> None:
+        """End the job. No rank runs any more."""
+        self._status.enter(JobStatus.OVER)
+        self._outbox.put(ending)

@@ -39,7 +39,7 @@ class RankExits:
         self._save_requests = save_requests
         self._attempt_end = attempt_end
 
-    def note(self, message: RankExited, now: float) -> None:
+    def rank_exited(self, message: RankExited, now: float) -> None:
         """A rank has exited. A failure is handled at once, unless the exit of another rank may have come first."""
         # Messages of an earlier attempt may still arrive.
         attempt = self._attempts.active

@@ -24,11 +24,10 @@ A node that takes over from a lost coordinator begins in JOIN, with the last `Co
 
 from __future__ import annotations
 
-import math
 from typing import assert_never
 
 from lockstep.errors import plural
-from lockstep.launch.decisions.attempt import Attempt, Attempts
+from lockstep.launch.decisions.attempt import Attempts
 from lockstep.launch.decisions.attempt_end import AttemptEnd
 from lockstep.launch.decisions.commands import Command, Outbox
 from lockstep.launch.decisions.hang_check import HangCheck
@@ -94,7 +93,7 @@ class JobStateMachine:
 
         # After a takeover: a job that has failed, or was asked to save and exit, ends.
         if last.ending:
-            next_attempt.decide(End(last.ending, "that was decided before the coordinator was lost"))
+            next_attempt.note_decision(End(last.ending, "that was decided before the coordinator was lost"))
 
         if last.preempt_signal:
             attempt_end.decide_after_request(now)
@@ -132,23 +131,13 @@ class JobStateMachine:
     def next_due(self) -> float:
         """When `tick` acts, if nothing happens before: on nodes, exits of ranks or stacks that did not come in time."""
         parts = (self._next_attempt.due, self._rank_exits.due, self._hang_check.due)
-        return min(self.status.deadline, self._starts_due, *parts)
-
-    @property
-    def _starts_due(self) -> float:
-        """When all nodes must have confirmed that they start their ranks; infinite if they have."""
-        attempt = self.attempts.active
-        return attempt.confirm_by if attempt is not None and self._awaited_starts(attempt) else math.inf
-
-    def _awaited_starts(self, attempt: Attempt) -> list[int]:
-        """Return the nodes that have not confirmed it."""
-        return sorted(attempt.awaiting_start & self.nodes.joined.keys())
+        return min(self.status.deadline, self.attempts.starts_due, *parts)
 
     def receive(self, node: int, message: ToCoordinator, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
         match message:
             case RankExited():
-                self._rank_exits.note(message, now)
+                self._rank_exits.rank_exited(message, now)
             case RanksGone():
                 self.ranks_gone(node, message.attempt, now)
             case NodeFailed():
@@ -206,7 +195,7 @@ class JobStateMachine:
             return
 
         self._attempt_end.handle_failure(failure, now)
-        if isinstance(self._next_attempt.decided, Restart):
+        if isinstance(self._next_attempt.decision, Restart):
             self._next_attempt.announce_missing(now)
 
     # ---- ranks end ----
@@ -296,9 +285,8 @@ class JobStateMachine:
             self._next_attempt.tick(now)
 
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
-        attempt = self.attempts.newest
-        if attempt is not None and now >= self._starts_due:
-            for node in self._awaited_starts(attempt):
+        if now >= self.attempts.starts_due:
+            for node in self.attempts.unconfirmed_nodes:
                 self.node_lost(node, f"it did not start its ranks within {START_S:.0f} s", now)
 
         # A rank that has failed explains everything else, so nothing else is looked at, even while `RankExits` waits

@@ -107,7 +107,7 @@ class Watchdog:
         if now < self._busy_until:
             return None
 
-        return suspect(aged, self._config, timeouts_reached) or self._stall(aged, timeouts_reached)
+        return suspect(aged, self._config, timeouts_reached) or self._suspect_stall(aged, timeouts_reached)
 
     def _note_gap(self, now: float) -> None:
         """Begin a new watch if the launcher did not look for a while: ranks are not blamed for that time."""
@@ -129,7 +129,7 @@ class Watchdog:
 
         return aged
 
-    def _stall(self, views: list[RankView], timeouts_reached: int) -> Suspicion | None:
+    def _suspect_stall(self, views: list[RankView], timeouts_reached: int) -> Suspicion | None:
         """Return a suspicion long before a timeout is reached, to show where the ranks are; once for each stall."""
         beats = {view.rank: view.beats for view in views}
         working = [view for view in views if not view.phase_info.after_run]

@@ -174,7 +174,7 @@ class NodeLauncher:
         orders: list[ToNode] = []
 
         while welcome is None or state is None:
-            for message in received(connection):
+            for message in wait_for_messages(connection):
                 match message:
                     case Refused():
                         raise UserError(message.problem, message.found, message.fix)
@@ -254,11 +254,11 @@ class NodeLauncher:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 connection.send(agent.heartbeat())
 
-            orders = received(connection, *agent.sockets())
+            orders = wait_for_messages(connection, *agent.sockets())
 
 
-def received(connection: Connection, *others: Any) -> list[ToNode]:
-    """Return the messages that arrive within a moment; return early if one of the `others` becomes readable.
+def wait_for_messages(connection: Connection, *others: Any) -> list[ToNode]:
+    """Wait a moment, until a message arrives or one of the `others` becomes readable. Return what has arrived.
 
     Raises Garbled for a message that no coordinator sends.
     """

@@ -321,7 +321,7 @@ class Search:
 
         # The coordinator may be lost, or out of reach of most nodes. `now` is the time before the try to connect,
         # during which the counter was not watched.
-        reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
+        reason = watch.reason_to_take_over(election.cut_off_nodes(run_dir, term.number), now)
         if reason is None or self._signals:
             return None
 

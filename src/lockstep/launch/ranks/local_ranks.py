@@ -56,9 +56,9 @@ class LocalRanks:
 
         self._lifeline_writer = os.fdopen(write_end, "wb", buffering=0)
 
-        # The ranks that have not ended, by number.
+        # The ranks that have not ended, by number. The zygote may not have forked them yet.
         self._oom_kills = OomKills()
-        self.ranks = {
+        self.running = {
             number: LocalRank(number, host, self.folder, log, began[number], self._oom_kills)
             for number, log in log_of.items()
         }
@@ -74,7 +74,7 @@ class LocalRanks:
     @property
     def pids(self) -> dict[int, int]:
         """The processes of the ranks that exist, by rank."""
-        return {number: rank.pid for number, rank in self.ranks.items() if rank.pid}
+        return {number: rank.pid for number, rank in self.running.items() if rank.pid}
 
     def do_housekeeping(self) -> None:
         """Do what is due now and then while the ranks run. Called about once a second."""
@@ -147,7 +147,7 @@ class LocalRanks:
         """
         self.killed_at = time.monotonic()
         if not any_forked:
-            self.ranks.clear()
+            self.running.clear()
 
         self.kill_all()
 
@@ -168,13 +168,13 @@ class LocalRanks:
 
     def ended(self, number: int) -> None:
         """Note that the process of a rank has ended, or that it never gets one."""
-        del self.ranks[number]
+        del self.running[number]
 
     def zygote_lost(self) -> None:
         """Kill the ranks, because no process reports their ends any more."""
         self.kill_all()
         self._orphans |= set(self.pids.values())
-        self.ranks.clear()
+        self.running.clear()
 
     @property
     def was_killed(self) -> bool:
@@ -193,7 +193,7 @@ class LocalRanks:
     @property
     def all_gone(self) -> bool:
         """Whether all ranks have ended, or will never exist."""
-        return not self.ranks and not self.any_process_left
+        return not self.running and not self.any_process_left
 
     def close(self) -> None:
         """Kill the ranks that are left, and remove what they shared with their launcher."""

@@ -41,10 +41,10 @@ _ABORT_REASON = re.compile(
 
 
 class OomKills:
-    """Counts now and then how many processes the kernel has killed for lack of memory, while the ranks run.
+    """Counts every half minute, while the ranks run, how many processes the kernel has killed for lack of memory.
 
-    A count that is larger when a rank has died of SIGKILL explains its death. A rank that the kernel kills may take a
-    while to end, because its memory is freed first: so its end is compared with the count `before` the last one.
+    If a rank has died of SIGKILL and the count has grown, the kernel killed it. Freeing its memory takes a while, so
+    the last count may include it already: the count after its end is compared with `before`, the last count but one.
     """
 
     def __init__(self) -> None:

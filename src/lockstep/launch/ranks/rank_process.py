@@ -10,7 +10,7 @@ No rank outlives its job. What kills it depends on what has died:
                         (`Zygote.clean_up`).
     the zygote          the kernel kills the rank: PR_SET_PDEATHSIG (`parent_death.die_with_parent`). The agent kills
                         its process group as well, with its worker processes (`Agent._replace_zygote`).
-    another rank        the agent kills the rank's process group (`Agent._begin_kill`)
+    another rank        the agent kills the rank's process group (`LocalRanks.begin_kill`)
     the rank itself     the zygote kills the worker processes that it leaves (`Zygote._reap`)
 
 If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself

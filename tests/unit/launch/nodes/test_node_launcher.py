@@ -10,7 +10,7 @@ from lockstep.launch import election
 from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
-from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome, received
+from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome, wait_for_messages
 from lockstep.launch.nodes.search import CoordinatorRole, JoinedTerm, Search
 from lockstep.launch.wire.connections import ConnectionLost, Garbled
 from lockstep.launch.wire.messages import (
@@ -152,6 +152,6 @@ def test_what_no_coordinator_sends_ends_the_connection():
         messages = [Kill(0), NodeHeartbeat()]
         connection = SimpleNamespace(fileno=here.fileno, receive=lambda now: messages)
         with pytest.raises(Garbled, match="NodeHeartbeat is not for a node"):
-            received(connection)
+            wait_for_messages(connection)
         messages.pop()
-        assert received(connection) == [Kill(0)]
+        assert wait_for_messages(connection) == [Kill(0)]

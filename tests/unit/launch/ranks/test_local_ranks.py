@@ -29,7 +29,7 @@ def test_an_oom_kill_of_long_ago_is_not_the_cause_of_a_later_kill(tmp_path, monk
             local._oom_kills._counted -= post_mortem.COUNT_OOM_KILLS_S
             local.do_housekeeping()
             local.do_housekeeping()  # too soon to count again
-            seen.append(local.ranks[0].oom_kills.before)
+            seen.append(local.running[0].oom_kills.before)
         assert seen == [0, 1]
     finally:
         local.close()
