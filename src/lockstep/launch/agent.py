@@ -18,8 +18,8 @@ from lockstep.errors import UserError
 from lockstep.launch.failure import LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
-from lockstep.launch.ranks.local_ranks import LocalRanks
-from lockstep.launch.ranks.post_mortem import LocalRank, examine
+from lockstep.launch.ranks.local_ranks import LocalRank, LocalRanks
+from lockstep.launch.ranks.post_mortem import examine
 from lockstep.launch.ranks.rank_environment import rank_environment
 from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.ranks.zygote_client import ZygoteClient

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.failure import Failure
-from lockstep.launch.ranks import post_mortem, rank_record
-from lockstep.launch.ranks.post_mortem import LocalRank, examine
+from lockstep.launch.ranks import oom_kills, rank_record
+from lockstep.launch.ranks.local_ranks import LocalRank
+from lockstep.launch.ranks.post_mortem import examine
 
 
 @pytest.fixture
 def local_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRank:
-    monkeypatch.setattr(post_mortem, "oom_kills", lambda: 0)
+    monkeypatch.setattr(oom_kills, "so_far", lambda: 0)
     return LocalRank(1, "node-a", tmp_path, tmp_path / "rank-1.log")
 
 

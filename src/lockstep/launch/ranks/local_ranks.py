@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lockstep import files
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import process_stat
 from lockstep.launch.ranks import rank_record
-from lockstep.launch.ranks.post_mortem import LocalRank, OomKills
+from lockstep.launch.ranks.oom_kills import OomKills
 from lockstep.launch.ranks.zygote import kill_process_group
 from lockstep.launch.times import HOUR_S, RANKS_ANSWER_S
 from lockstep.launch.wire.messages import Start
@@ -28,6 +29,19 @@ STACKS_SIZE = 4 * 2**20
 
 # How many of the last collectives of a rank are enough to compare it with others.
 COLLECTIVES_SENT = 100
+
+
+@dataclass
+class LocalRank:
+    """A rank of this node, and what shows how it ended."""
+
+    number: int
+    host: str
+    folder: Path  # the attempt's
+    log: Path | None
+    log_began: int = 0  # the size of the log when this rank was started
+    oom_kills: OomKills = field(default_factory=OomKills)
+    pid: int | None = None  # None until the zygote forks it
 
 
 class LocalRanks:

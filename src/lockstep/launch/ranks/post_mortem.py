@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep import files
 from lockstep.launch import frames, lost_peer
 from lockstep.launch.failure import CLEAN, Failure, LauncherFailure, LostPeer, RankExit
 from lockstep.launch.hangs import stacks
-from lockstep.launch.ranks import rank_record
+from lockstep.launch.ranks import oom_kills, rank_record
+from lockstep.launch.ranks.local_ranks import LocalRank
 from lockstep.runtime import attempt_folder, heartbeat
 
 # How much of the end of a log is read, in bytes, and how many of its lines are shown.
@@ -25,9 +25,6 @@ LAST_LINES = 10
 
 # Where worker processes put the batches that they share with their rank.
 SHARED_MEMORY = Path("/dev/shm")
-
-# How often OOM kills are counted.
-COUNT_OOM_KILLS_S = 30.0
 
 # Warnings of torch's native code, about name servers for example, which do not explain a failure.
 _TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
@@ -38,37 +35,6 @@ _ABORT_REASON = re.compile(
     r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
     re.MULTILINE,
 )
-
-
-class OomKills:
-    """Counts every half minute, while the ranks run, how many processes the kernel has killed for lack of memory.
-
-    If a rank has died of SIGKILL and the count has grown, the kernel killed it. Freeing its memory takes a while, so
-    the last count may include it already: the count after its end is compared with `before`, the last count but one.
-    """
-
-    def __init__(self) -> None:
-        self.before = self._last = oom_kills()
-        self._counted = time.monotonic()
-
-    def count(self) -> None:
-        """Count again, if that is due: a kill of long ago is not the cause of a later SIGKILL."""
-        if time.monotonic() - self._counted > COUNT_OOM_KILLS_S:
-            self.before, self._last = self._last, oom_kills()
-            self._counted = time.monotonic()
-
-
-@dataclass
-class LocalRank:
-    """A rank of this node, and what shows how it ended."""
-
-    number: int
-    host: str
-    folder: Path  # the attempt's
-    log: Path | None
-    log_began: int = 0  # the size of the log when this rank was started
-    oom_kills: OomKills = field(default_factory=OomKills)
-    pid: int | None = None  # None until the zygote forks it
 
 
 def examine(rank: LocalRank, code: int, when: float) -> RankExit:
@@ -176,7 +142,7 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str | None) ->
     match name:
         case "SIGKILL":
             # The kernel uses SIGKILL, and no other signal, when memory runs out.
-            after = oom_kills()
+            after = oom_kills.so_far()
             if oom_kills_before is None or after is None:
                 return "killed; cannot tell whether by the kernel's OOM killer"
 
@@ -208,28 +174,3 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str | None) ->
 
         case _:
             return "killed by this signal"
-
-
-# ---- the kernel's counters ----
-
-
-def oom_kills() -> int | None:
-    """Return how many processes of this cgroup the kernel has killed for lack of memory; None if that is not known."""
-    # The first file that has a count.
-    counts = (re.search(r"\boom_kill (\d+)", files.read(path)) for path in _memory_files())
-    return next((int(count[1]) for count in counts if count), None)
-
-
-def _memory_files() -> list[Path]:
-    """Return the files that may hold the count: the cgroup's own file, or the file at the top, as in a container."""
-    root = Path("/sys/fs/cgroup")
-    paths = []
-    for line in files.read(Path("/proc/self/cgroup")).splitlines():
-        # cgroup v2 has one group for all controllers, v1 has one group for each.
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            paths += [root / group.strip("/") / "memory.events", root / "memory.events"]
-        elif "memory" in controllers.split(","):
-            paths += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
-
-    return paths

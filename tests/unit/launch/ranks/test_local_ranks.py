@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lockstep.launch.ranks import local_ranks as module
-from lockstep.launch.ranks import post_mortem
+from lockstep.launch.ranks import oom_kills
 from lockstep.launch.ranks.local_ranks import LocalRanks
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
@@ -20,13 +20,13 @@ START = Start(attempt=0, first_rank=0, count=1, world_size=1, group_rank=0, rend
 def test_an_oom_kill_of_long_ago_is_not_the_cause_of_a_later_kill(tmp_path, monkeypatch):
     """The kernel may have killed a worker process, whose rank went on."""
     counts = iter([0, 1, 1])
-    monkeypatch.setattr(post_mortem, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(oom_kills, "so_far", lambda: next(counts))
     local = LocalRanks(START, "host-a", tmp_path)
     try:
         seen = []
         local.do_housekeeping()
         for _ in range(2):
-            local._oom_kills._counted -= post_mortem.COUNT_OOM_KILLS_S
+            local._oom_kills._counted -= oom_kills.COUNT_S
             local.do_housekeeping()
             local.do_housekeeping()  # too soon to count again
             seen.append(local.running[0].oom_kills.before)

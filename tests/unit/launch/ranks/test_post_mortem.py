@@ -12,8 +12,9 @@ import pytest
 from lockstep import files
 from lockstep.errors import OutOfStep
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
-from lockstep.launch.ranks import post_mortem, rank_record
-from lockstep.launch.ranks.post_mortem import LocalRank, examine
+from lockstep.launch.ranks import oom_kills, post_mortem, rank_record
+from lockstep.launch.ranks.local_ranks import LocalRank
+from lockstep.launch.ranks.post_mortem import examine
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -21,7 +22,7 @@ WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
 def test_only_a_sigkill_is_blamed_on_memory(local_rank, monkeypatch, number):
-    monkeypatch.setattr(post_mortem, "oom_kills", lambda: 1)
+    monkeypatch.setattr(oom_kills, "so_far", lambda: 1)
     assert "memory (cgroup" not in examine(local_rank, -number, WHEN).failure.message
 
 
@@ -104,22 +105,13 @@ def test_warnings_of_torch_are_no_last_words(local_rank):
 
 
 def test_out_of_memory_is_distinguished_from_a_kill(local_rank, monkeypatch):
-    monkeypatch.setattr(post_mortem, "oom_kills", lambda: 1)
+    monkeypatch.setattr(oom_kills, "so_far", lambda: 1)
     message = examine(local_rank, -signal.SIGKILL, WHEN).failure.message
     assert message == "out of host memory (cgroup oom_kill went from 0 to 1)"
-    monkeypatch.setattr(post_mortem, "oom_kills", lambda: 0)
+    monkeypatch.setattr(oom_kills, "so_far", lambda: 0)
     assert examine(local_rank, -signal.SIGKILL, WHEN).failure.message == "killed, but not by the kernel's OOM killer"
-    monkeypatch.setattr(post_mortem, "oom_kills", lambda: None)
+    monkeypatch.setattr(oom_kills, "so_far", lambda: None)
     assert "cannot tell" in examine(local_rank, -signal.SIGKILL, WHEN).failure.message
-
-
-@pytest.mark.parametrize(
-    "text", ["low 0\nhigh 0\noom 2\noom_kill 7\n", "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n"]
-)
-def test_both_kinds_of_control_groups_are_read(tmp_path, monkeypatch, text):
-    (tmp_path / "events").write_text(text)
-    monkeypatch.setattr(post_mortem, "_memory_files", lambda: [tmp_path / "missing", tmp_path / "events"])
-    assert post_mortem.oom_kills() == 7
 
 
 def test_a_full_dev_shm_is_suspected(local_rank):
