@@ -1,8 +1,8 @@
 """The command that stays while a job runs on several hosts: it logs in, prints what they say, and passes signals on.
 
-A job outlives a lost host if enough others are left: the host is tried again while the job runs. If this command is
-killed, or its machine is lost, the tethers break, and all hosts save and end by themselves. So no process is ever left
-behind that nothing watches.
+A job outlives a lost host if enough others are left: this command logs in to the host again while the job runs. If this
+command is killed, or its machine is lost, the tethers break, and all hosts save and end by themselves. So no process is
+ever left behind that nothing watches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ANSWER_S = 60.0
 END_S = 15.0
 
 # The pause before another login to a host that was lost.
-AGAIN_S = 3.0
+RETRY_S = 3.0
 
 # The longest wait for a host's last lines after its launcher has ended: a login ends at once, unless its link is cut.
 LAST_LINES_S = 3.0
@@ -130,8 +130,8 @@ class Logins:
         for login in self._logins:
             login.hang_up()
 
-        # The other side saves and ends by itself, and its ssh with it. Ours is killed if the network keeps it from
-        # noticing: the two seconds are for the way there and back. One deadline for all, since all save at once.
+        # Each host saves and ends by itself, and then our ssh ends too. If the network keeps ssh from noticing that, we
+        # kill it. The two seconds are for the way there and back. All hosts save at once, so they share one deadline.
         deadline = time.monotonic() + SAVE_S + 2.0
         for login in self._logins:
             while login.process.poll() is None and time.monotonic() < deadline:
@@ -143,13 +143,13 @@ class Logins:
 
     def ask(self, places: Iterable[int], request: Request, kind: type[Kind]) -> list[Kind | HostProblem]:
         """Send a request to hosts and return their answers, each of this kind or a problem. Raises a UserError."""
-        # To all of them first, so that they work at the same time.
+        # Send it to all before waiting for an answer, so that they work at the same time.
         waiting = list(places)
         answers: dict[int, Kind | HostProblem] = {}
         for place in waiting:
             self._logins[place].send(request)
 
-        # A host may still be importing, so its answer is waited for; one whose login has ended never answers.
+        # A host may still be importing. One whose login has ended never answers.
         deadline = time.monotonic() + ANSWER_S
         while missing := [place for place in waiting if place not in answers]:
             try:
@@ -215,7 +215,7 @@ class Logins:
 
     def next_event(self, seconds: float) -> Event | None:
         """Return what came from a login that is still the host's newest one."""
-        # What an older login still says, such as that its connection is lost, is not about the host any more.
+        # An older login may still report something, such as its own end, which says nothing about the host now.
         try:
             event = self._events.get(timeout=seconds)
         except Empty:
@@ -230,8 +230,8 @@ class _JobWatch:
     `jobs` has what each host runs, by its place; `least` is the fewest hosts with which the job goes on; `signals` gets
     the names of the signals that this process receives.
 
-    A host is in `_ended` once its launcher has ended, or once it is lost. While a lost host is tried again it is in
-    `_again` as well; when it is back, it is in neither of them.
+    A host is in `_ended` once its launcher has ended, or once it is lost. A lost host to which we will log in again is
+    in `_retry_at` as well; when it is back, it is in neither of them.
     """
 
     def __init__(self, logins: Logins, jobs: Sequence[StartTraining], least: int, signals: list[str]):
@@ -241,7 +241,7 @@ class _JobWatch:
         self._signals = signals
 
         # Signals that the user has sent so far: the first two ask the job to save, another one does not wait.
-        self._count_of_signals = 0
+        self._signals_received = 0
         self._first_signal: str | None = None
 
         # The host that got the last signal. If it is lost before its launcher ends, another one gets it.
@@ -256,18 +256,19 @@ class _JobWatch:
         # Hosts whose login has ended: nothing comes from them any more. A launcher ends before its login does.
         self._closed: set[int] = set()
 
-        # When a lost host is tried again; by when all hosts must have ended; and when they are not waited for any more.
-        self._again: dict[int, float] = {}
+        # When to log in again to each lost host; by when all hosts must have ended, after which we hang up; and when we
+        # give up waiting for them.
+        self._retry_at: dict[int, float] = {}
         self._deadline: float | None = None
-        self._patience: float | None = None
+        self._give_up_at: float | None = None
 
     def run(self) -> int:
         """Run the job until every host has ended or is given up. Return the job's exit code."""
-        # Not one after the other's answer: the launchers find each other, in whichever order they start.
+        # All at once: the launchers find each other, in whichever order they start.
         for place, job in enumerate(self._jobs):
             self._logins.send(place, job)
 
-        # A turn takes a tenth of a second if nothing comes.
+        # An iteration takes a tenth of a second if nothing comes.
         while len(self._ended) < len(self._jobs):
             if event := self._logins.next_event(0.1):
                 self._handle(event)
@@ -281,14 +282,14 @@ class _JobWatch:
             # First the hosts are given time to end by themselves, and then to notice that we have hung up.
             if self._deadline is not None and now > self._deadline:
                 self._hang_up()
-            if self._patience is not None and now > self._patience:
+            if self._give_up_at is not None and now > self._give_up_at:
                 break
 
         # After the third signal the last lines are not waited for either.
         if len(self._ended) == len(self._jobs):
             self._show_last_lines()
 
-        return self._code()
+        return self._exit_code()
 
     def _show_last_lines(self) -> None:
         """Print what the hosts have said until the end of their logins, which is their last event.
@@ -315,14 +316,14 @@ class _JobWatch:
             if place not in self._ended:
                 self._lose(place, event.code)
 
-            # Another login to a lost host has failed: there will be another one.
-            elif place in self._again:
-                self._again[place] = time.monotonic() + AGAIN_S
+            # We have logged in again to a lost host, and that login has ended too: try once more, later.
+            elif place in self._retry_at:
+                self._retry_at[place] = time.monotonic() + RETRY_S
 
     def _show(self, place: int, line: str, is_error: bool) -> None:
         """Print a line of a host, marked with its name. The first host speaks for the job, and has no mark."""
-        # After a loss a host is tried again and again, and fails in the same words every time.
-        if place in self._again:
+        # Each new login to a lost host fails with the same words, which are shown once.
+        if place in self._retry_at:
             return
 
         mark = "" if place == 0 else f"[{self._logins.hosts[place].name}] "
@@ -340,9 +341,8 @@ class _JobWatch:
             self._logins.hang_up(place)
             return
 
-        # A host that was lost is back. `again`: a launcher that cannot start there yet is tried another time, and does
-        # not end the job.
-        del self._again[place]
+        # A host that was lost is back. `again`: if its launcher cannot start yet, we try later, and the job goes on.
+        del self._retry_at[place]
         self._ended.pop(place, None)
         self._closed.discard(place)
         self._say(f"{self._logins.hosts[place].name} is back")
@@ -362,35 +362,35 @@ class _JobWatch:
         self._say(f"the login to {self._logins.hosts[place].name} has ended (exit code {code}){what_follows}")
 
         if goes_on:
-            self._again[place] = time.monotonic() + AGAIN_S
+            self._retry_at[place] = time.monotonic() + RETRY_S
         elif not enough:
             self._expect_the_end()
 
-        # Whether the job has heard of the signal is not known. A SIGTERM means nothing new to a job that has; a second
-        # Ctrl-C would keep it from saving.
+        # Perhaps the job received the signal before the host was lost. To such a job SIGTERM means nothing new, but a
+        # second Ctrl-C would keep it from saving.
         if place == self._signalled:
             self._signal_first_host("SIGTERM")
 
     def _try_again(self, now: float) -> None:
         """Log in again to the hosts that are due. What a host answers to `look` shows whether it is back."""
-        due = [place for place, when in self._again.items() if now >= when]
+        due = [place for place, when in self._retry_at.items() if now >= when]
         for place in due if not self._ending else ():
             try:
                 self._logins.log_in_again(place)
             except UserError:
-                # This machine has no process left for ssh, say: the job goes on without that host.
-                self._again[place] = now + AGAIN_S
+                # The command of --ssh cannot be started now, say because this machine has too many processes.
+                self._retry_at[place] = now + RETRY_S
                 continue
 
-            # Until this login has ended, too, no other one begins.
-            self._again[place] = float("inf")
+            # The next login begins only after this one has ended.
+            self._retry_at[place] = float("inf")
             self._logins.send(place, Look(self._jobs[place].target))
 
     def _expect_the_end(self) -> None:
-        """All launchers of a job end with it; one that cannot know that the job is over is asked to end."""
-        # Only the first end counts: each host that ends afterwards would put the deadline off.
+        """Set the deadline by which all hosts must have ended, because one has ended, or too few are left."""
+        # The deadline counts from the first end. Later ends must not postpone it.
         self._ending = True
-        if self._deadline is None and self._patience is None:
+        if self._deadline is None and self._give_up_at is None:
             self._deadline = time.monotonic() + END_S
 
     def _hang_up(self) -> None:
@@ -398,16 +398,16 @@ class _JobWatch:
         self._ending = True
         self._logins.hang_up()
         self._deadline = None
-        self._patience = time.monotonic() + SAVE_S + 2.0
+        self._give_up_at = time.monotonic() + SAVE_S + 2.0
 
     def _pass_on(self, signal: str) -> None:
         """Pass a signal on to one host: its launcher asks the whole job to save and exit."""
         self._ending = True
         self._first_signal = self._first_signal or signal
-        self._count_of_signals += 1
+        self._signals_received += 1
 
         # The user does not want to wait any more.
-        if self._count_of_signals > PATIENT_SIGNALS:
+        if self._signals_received > PATIENT_SIGNALS:
             self._hang_up()
             return
 
@@ -415,20 +415,20 @@ class _JobWatch:
 
     def _signal_first_host(self, signal: str) -> None:
         """Send a signal to the first host that is left."""
-        # To one host alone, whose launcher tells the others: one from each host would count as many signals. None is
-        # left if the last one has just ended.
+        # Its launcher tells the others. If every host got the signal, the job would count several. No host is left if
+        # the last one has just ended.
         self._signalled = next((place for place in range(len(self._jobs)) if place not in self._ended), None)
         if self._signalled is not None:
             self._logins.send(self._signalled, PassSignal(signal))
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         """Return the job's exit code: all launchers of a job have the same one, unless some never knew its end."""
-        # The first of these that any launcher reports is the job's. A failure comes last: it also stands for a tether
-        # that has crashed, while the others knew how the job went on.
+        # The job's code is the first of these that any launcher reports. FAILED comes last, because a tether that has
+        # crashed has the same code, and then the other launchers know better how the job ended.
         order = (ExitCode.FINISHED, ExitCode.REFUSED, ExitCode.INTERRUPTED, ExitCode.RESTART, ExitCode.FAILED)
         known = set(self._ended.values())
         for code in order:
-            # To a host that got it in the place of a lost one, a Ctrl-C is a SIGTERM.
+            # A host that got a Ctrl-C after the first host was lost has received it as SIGTERM.
             if code in known:
                 return Preempted.code_of(self._first_signal) if code == ExitCode.RESTART else code
 

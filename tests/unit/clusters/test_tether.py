@@ -233,7 +233,7 @@ def test_the_job_goes_on_if_nobody_reads_what_its_hosts_say(monkeypatch):
 
 @pytest.mark.parametrize("end", ["SIGTERM", ended(0, 0)])
 def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
-    monkeypatch.setattr(logins, "AGAIN_S", 0.0)
+    monkeypatch.setattr(logins, "RETRY_S", 0.0)
 
     # Lost after the end has begun: not logged in to.
     hosts = FakeLogins(end, lost(1), FACTS, ended(0, 0))
@@ -250,7 +250,7 @@ def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
 
 def test_a_login_that_cannot_be_started_does_not_end_the_job_of_the_other_hosts(monkeypatch):
     """The command gave up, and the hosts that trained were stopped."""
-    monkeypatch.setattr(logins, "AGAIN_S", 0.0)
+    monkeypatch.setattr(logins, "RETRY_S", 0.0)
 
     class NoProcessLeft(FakeLogins):
         def log_in_again(self, place: int) -> None:

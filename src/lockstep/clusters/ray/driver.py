@@ -1,10 +1,10 @@
 """The driver of a job on a Ray cluster: where its actors are, and what follows when nodes come and go.
 
 Ray places the actors, one per node (`placement.py`). The actors' launchers run the job: they find the first failure,
-take over from a lost coordinating node, and restart ranks. What neither does is done here: lost actors are replaced,
-nodes that appear later get an actor, and the job saves before Ray takes a node away. A *round* lasts from the start of
-the launchers until all of them have ended. Another round follows if the job has ended for want of a node, or to leave
-one.
+take over from a lost coordinating node, and restart ranks. The driver does the rest: it replaces lost actors, gives
+nodes that appear later an actor, and has the job save before Ray takes a node away. A *round* lasts from the start of
+the launchers until all of them have ended. Another round follows if the job has ended because it lacked a node, or
+saved because Ray takes a node away.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ TAKEOVER_S = 20.0
 # A launcher that ends leaves this long for the others to end as well. If they do not, it has ended for itself alone.
 ALONE_S = 15.0
 
-# How long the first actor may say nothing, while Ray starts it on a node where its resources are reserved; and one that
-# is left when the others have ended: Ray may still believe in its node. Then it is given up.
+# How long an actor may be silent before it is given up: the first one, while Ray starts it where its resources are
+# reserved; and one that is left when the others have ended, because Ray may take a lost node for a live one.
 SILENT_S = 120.0
 
 # The longest pause before a failed actor is replaced.
 LONGEST_RETRY_S = 60.0
 
-# For so long after a loss a job that asks to be restarted lacks nodes: its launchers wait for them before they end.
+# If a job asks to be restarted this soon after a loss, it lacks nodes: its launchers have waited for them before they
+# ended.
 LOSS_S = JOIN_S + 100.0
 
 # Rounds that begin because nodes were lost, in an hour. Each costs a start and the steps since the last checkpoint.
