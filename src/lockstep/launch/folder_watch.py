@@ -49,7 +49,7 @@ class FolderWatch:
         self._removed = False
 
         # How many scans the coordinator's loop has requested, and how many of these requests were answered. A scan that
-        # is in progress answers no new request: it may have read what has changed since.
+        # is in progress does not answer a new request: it may have read a file that was changed afterwards.
         self._requested_scans = 0
         self._finished_scans = 0
         self._scan_finished = threading.Condition()

@@ -1,4 +1,4 @@
-"""Counts what a job limits within an hour: its restarts, and the nodes of a host that were dismissed.
+"""Counts what may happen only so often within an hour: restarts of a job, and dismissals of nodes of one host.
 
 All nodes receive both in the `CoordinatorState`: a node that takes over continues with them.
 """

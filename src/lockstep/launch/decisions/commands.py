@@ -83,7 +83,7 @@ class Outbox:
 
     def send(self, nodes: Iterable[int], order: Order) -> None:
         """Send an order to several nodes."""
-        # Last to the coordinating one: it carries an order out, which may take seconds, before it sends the next.
+        # The coordinating node comes last: it carries out its own order at once, which may take seconds.
         last = sorted(nodes, key=lambda node: (node == COORDINATOR, node))
         self._commands += [Send(node, order) for node in last]
 

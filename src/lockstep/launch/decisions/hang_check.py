@@ -59,7 +59,7 @@ class HangCheck:
         if self._pending is not None or attempt.save_outcome:
             return
 
-        suspicion = attempt.watchdog.look(attempt.running_ranks, now, self._restarts.timeouts_reached)
+        suspicion = attempt.watchdog.find_suspicion(attempt.running_ranks, now, self._restarts.timeouts_reached)
         if suspicion is not None:
             self._request_stacks(attempt, suspicion, now)
 
@@ -97,7 +97,7 @@ class HangCheck:
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Add the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
-        # Stacks may arrive when their request was judged without them: after the next request, or in the next attempt.
+        # Stacks that come after their request was judged are dropped.
         pending = self._pending
         if pending is None:
             return

@@ -19,8 +19,8 @@ from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Bounds
 from lockstep.launch.restarts import Dismissals
 
-# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join. If nodes keep
-# coming, the attempt starts after the second time: the rest can join later.
+# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join; and after how
+# long it starts in any case, if nodes keep coming: the rest can join later.
 SETTLE_S = 3.0
 MOST_SETTLE_S = 30.0
 

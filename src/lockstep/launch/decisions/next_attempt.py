@@ -143,14 +143,13 @@ class NextAttempt:
         if now < self.due or self._end_if_decided():
             return
 
-        # The wait is over: for more nodes than the job needs, or for those that it needs.
+        # No more nodes are waited for, and those that are there are either enough or too few.
         nodes = self._nodes
-        if not nodes.missing:
+        if nodes.missing:
+            came = f"only {plural(len(nodes.joined), 'node')} came within {JOIN_S:.0f} s"
+            self.end_without_attempt(f"{came}, and {nodes.bounds.least} are needed", now)
+        else:
             self._start(now)
-            return
-
-        came = f"only {plural(len(nodes.joined), 'node')} came within {JOIN_S:.0f} s"
-        self.end_without_attempt(f"{came}, and {nodes.bounds.least} are needed", now)
 
     def _start(self, now: float) -> None:
         """Start an attempt with the nodes that are there, in the order of their numbers."""

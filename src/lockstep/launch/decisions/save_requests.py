@@ -38,8 +38,8 @@ class SaveRequests:
         # The last attempt before a resize: if the one after it fails, the job returns to its size.
         self._before_resize: Attempt | None = None
 
-        # When Ctrl-C was first typed, None if it was not, and the nodes that have received it. One that was typed
-        # before a takeover is long ago, and its nodes are not known.
+        # When Ctrl-C was first typed, None if it was not, and the nodes that have received it. If that was before a
+        # takeover, neither is known: it counts as long ago.
         self._sigint_at: float | None = -math.inf if preempt_signal == "SIGINT" else None
         self._sigint_nodes: set[int] = set()
 

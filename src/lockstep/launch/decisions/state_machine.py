@@ -317,7 +317,7 @@ class JobStateMachine:
                 self._go_on_without_overdue(now)
 
             case JobStatus.JOIN | JobStatus.RUN | JobStatus.OVER:
-                pass  # `NextAttempt` has acted on that of JOIN, and the others have none
+                pass  # `NextAttempt` acts on the deadline of JOIN; RUN and OVER have none
 
     def _go_on_without_overdue(self, now: float) -> None:
         """Go on without the nodes whose killed ranks did not end in time."""

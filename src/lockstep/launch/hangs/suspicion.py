@@ -37,7 +37,7 @@ HALTED_S = 3.0
 # checkpoint. Otherwise slow work that is taken for a hang would end every attempt at the same step.
 RAISE_FACTOR = 4.0
 
-# More of them raise no timeout any further: `hang.first` limits all of them long before, and a float would overflow.
+# More such attempts raise no timeout any further: `hang.first` limits it long before, and a float would overflow.
 MAX_RAISES = 10
 
 
@@ -144,7 +144,7 @@ def suspect(views: list[RankView], config: HangConfig, timeouts_reached: int = 0
     if not working or any(view.age <= timeouts[view.rank].seconds for view in working):
         return None
 
-    # The rank that was given the longest time. If the others were given less, they may have entered their phases later.
+    # Name the rank with the longest timeout. The others may have entered their phases later, if theirs are shorter.
     last = max(working, key=lambda view: timeouts[view.rank])
     longest = timeouts[last.rank]
     youngest = min(view.age for view in working)

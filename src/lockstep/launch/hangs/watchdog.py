@@ -88,8 +88,8 @@ class Watchdog:
 
     # ---- suspicion and verdict ----
 
-    def look(self, running: Collection[int], now: float, timeouts_reached: int = 0) -> Suspicion | None:
-        """Look at the ranks that still run. Return a suspicion if they seem to hang: then their stacks are collected.
+    def find_suspicion(self, running: Collection[int], now: float, timeouts_reached: int = 0) -> Suspicion | None:
+        """Return a suspicion if the ranks that still run seem to hang: then their stacks are collected.
 
         Called about once a second. `timeouts_reached`: as in `suspect`.
         """
@@ -226,7 +226,7 @@ class Watchdog:
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
         longer than a step. `hang.first` then applies.
         """
-        # After that time even compiling counts as a hang.
+        # After `hang.first` even a rank that compiles counts as hanging.
         young = [view.rank for view in suspicion.views.values() if view.age <= self._config.first]
         compiling = any(_COMPILING.search(answers.stacks.get(rank, "")) for rank in young)
         return compiling and not suspicion.awaits_halted_rank

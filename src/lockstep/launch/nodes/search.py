@@ -319,8 +319,8 @@ class Search:
         if still_alive:
             election.write_cut_off_file(run_dir, term.number, last.number)
 
-        # The coordinator may be lost, or out of reach of most nodes. `now` is the time before the try to connect,
-        # during which the counter was not watched.
+        # The coordinator may be lost, or out of reach of most nodes. `now` is from before the attempt to connect: the
+        # counter was not watched since, so that time must not count as standing still.
         reason = watch.reason_to_take_over(election.cut_off_nodes(run_dir, term.number), now)
         if reason is None or self._signals:
             return None

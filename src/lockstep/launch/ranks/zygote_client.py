@@ -174,7 +174,7 @@ class ZygoteClient:
         if self._process is None:
             self._try_again()
 
-        # The reports come first: a launcher that was halted itself finds answers that came meanwhile.
+        # The reports come first: if this launcher was halted itself, answers may have arrived meanwhile.
         changes = self._read_reports()
 
         # A zygote that is halted, or stalls in an import, answers no request.

@@ -230,7 +230,7 @@ def test_the_stack_of_a_rank_whose_run_is_closed_does_not_end_the_launcher():
 
 def look(watch, views, now):
     watch.note_views(0, views)
-    return watch.look({view.rank for view in views}, now)
+    return watch.find_suspicion({view.rank for view in views}, now)
 
 
 def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
