@@ -158,7 +158,7 @@ class RayDriver:
             if len(self._placement.usable()) >= self._request.nnodes.least and self._placement.silent_since is None:
                 return True
 
-            # Not for ever: other jobs may need what is reserved for this one.
+            # Do not wait for ever: other jobs may need what is reserved for this one.
             waited = self._cluster.now() - began
             if waited >= patience:
                 print_line(f"lockstep: given up after {waited:.0f} s: {self._placement.what_is_missing()}")
@@ -257,7 +257,7 @@ class RayDriver:
 
     def _make(self, slot: Slot) -> bool:
         """Make the actor of a slot. Return False if Ray does not answer."""
-        # As if it had been heard: an actor that Ray is still starting is not a silent one.
+        # An actor that Ray is still starting does not count as silent.
         slot.began = slot.heard = self._cluster.now()
         try:
             slot.actor = self._cluster.make_actor(slot.group, slot.bundle, self._need, self._arguments)
@@ -288,7 +288,7 @@ class RayDriver:
         if report is None:
             return
 
-        # Nothing to report is no answer; an empty report is one.
+        # None means that the actor has not answered; an empty report is an answer.
         slot.heard = self._cluster.now()
         for line in report.lines:
             write(f"{printable(line)}\n", sys.stdout)
@@ -312,7 +312,7 @@ class RayDriver:
         if why and slot.node:
             print_line(f"lockstep: the actor on {slot.node.host} {why}")
 
-        # Also one that seems to be lost: its launcher may still run, and would write beside that of its successor.
+        # Kill it even if it seems to be lost: its launcher may still run, and would write beside its successor.
         slot.running.kill()
         slot.actor = None
         if retry:
@@ -343,7 +343,7 @@ class RayDriver:
         if waited < ALONE_S:
             return
 
-        # What is lost with its node does not go on. Ray may need a while to notice.
+        # Perhaps the others are lost with their nodes, and Ray has not noticed it yet.
         if all(now - slot.heard > ALONE_S / 2 for slot in self._placement.active):
             if waited >= SILENT_S:
                 for slot in self._placement.active:
@@ -351,7 +351,7 @@ class RayDriver:
 
             return
 
-        # One that failed has done so for itself, as a node does whose disk is full. It is started again.
+        # The launcher that ended has failed alone, because its disk is full for example: it is started again.
         if not current.over(asked_to_end=self._stop is not None or current.leaving):
             current.restart()
 
@@ -405,11 +405,11 @@ class RayDriver:
 
     def _next_round(self, what: str) -> int | None:
         """Return None, for another round after a loss, or an exit code if there were too many of them."""
-        # Only rounds that nodes have cost, and only those of the last hour.
+        # Count only the rounds of the last hour that lost nodes have ended.
         now = self._cluster.now()
         self._lost_rounds = [*within_last_hour(self._lost_rounds, now), now]
 
-        # A job that loses nodes again and again does not get anywhere: its user must look.
+        # A job that loses nodes again and again makes no progress: its user must look.
         if len(self._lost_rounds) > MOST_ROUNDS:
             print_line(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
             return ExitCode.RESTART
@@ -465,7 +465,7 @@ class RayDriver:
         for slot in self._placement.active:
             slot.running.kill()
 
-        # What Ray does not hear of now it gives back itself, when this process ends.
+        # If Ray does not answer, it releases them by itself when this process ends.
         with suppress(RayUnavailable):
             self._placement.release_all()
 

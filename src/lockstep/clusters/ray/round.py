@@ -76,7 +76,7 @@ class Round:
             self.coordinator = None
 
     def restart(self) -> None:
-        """Forget the codes of launchers that have ended for themselves alone."""
+        """Forget the codes of launchers that have failed alone, while the job goes on."""
         self.codes.clear()
         self.ended_at = None
 
@@ -88,7 +88,7 @@ class Round:
         if self.job_code is not None:
             return self.job_code
 
-        # What the coordinator has said to several is the job's as well: it was lost in the meantime.
+        # If several launchers report the same failure, the coordinator told them before it was lost.
         return self._shared_failure or max(self.codes, default=None)
 
     @property
@@ -106,5 +106,5 @@ class Round:
         if self.job_code is not None or not ends.isdisjoint(self.codes):
             return True
 
-        # Two nodes may fail for themselves, if both have a full disk for example: the coordinator goes on then.
+        # Two nodes may fail alone, because both have a full disk for example: then the coordinator goes on.
         return self.coordinator is None and self._shared_failure is not None
