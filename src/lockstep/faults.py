@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from lockstep.errors import UserError
 
@@ -204,31 +204,58 @@ def install(heartbeat: Any) -> None:
         heartbeat.hook = lambda step, phase: fire(phase, step)
 
 
-def _signal(number: int) -> Callable[[Fault], object]:
+def _signal(number: int) -> Callable[[Fault], None]:
     return lambda fault: os.kill(os.getpid(), number)
 
 
-def _raise(error: Exception) -> NoReturn:
-    raise error
+# The stack of a failing rank ends in one of these functions, so each has a name.
 
 
-def _hang() -> NoReturn:
+def _raise(fault: Fault) -> None:
+    raise RuntimeError("injected")
+
+
+def _fill_disk(fault: Fault) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _hang(fault: Fault) -> None:
     while True:
         time.sleep(3600)
 
 
+def _slow(fault: Fault) -> None:
+    time.sleep(fault.seconds or 0.0)
+
+
+def _exit(fault: Fault) -> None:
+    os._exit(3)
+
+
+def _vanish(fault: Fault) -> None:
+    os._exit(0)
+
+
+def _abort(fault: Fault) -> None:
+    os.abort()
+
+
+def _segfault(fault: Fault) -> None:
+    ctypes.string_at(0)
+
+
 # What a rank does that has one of these faults. The caller of `fire` carries out the others.
-ACTS: dict[str, Callable[[Fault], object]] = {
+ACTS: dict[str, Callable[[Fault], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "term": _signal(signal.SIGTERM),
-    "raise": lambda fault: _raise(RuntimeError("injected")),
-    "hang": lambda fault: _hang(),
-    "slow": lambda fault: time.sleep(fault.seconds or 0.0),
-    "exit": lambda fault: os._exit(3),
-    "segfault": lambda fault: ctypes.string_at(0),
-    "abort": lambda fault: os.abort(),
-    "vanish": lambda fault: os._exit(0),
-    "disk full": lambda fault: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    "raise": _raise,
+    "hang": _hang,
+    "slow": _slow,
+    "exit": _exit,
+    "segfault": _segfault,
+    "abort": _abort,
+    "vanish": _vanish,
+    "disk full": _fill_disk,
 }
 HOW = tuple(dict.fromkeys([*ACTS, *ONLY_AT]))
