@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Queue
 from typing import IO
 
-from lockstep.clusters.tether_messages import MARK, Answer, Request, decode_answer, encode
+from lockstep.clusters.tether_messages import ANSWER_PREFIX, Answer, Request, decode_answer, encode
 from lockstep.errors import UserError
 from lockstep.runtime.host.network import addresses_of_interfaces
 
@@ -207,12 +207,12 @@ class Login:
     def _read(self, stream: IO[bytes], is_error: bool) -> None:
         """Turn the lines of a stream into events. A line may hold text of the job, and then an answer."""
         for data in stream:
-            line, mark, answer = data.decode(errors="replace").rstrip("\n").partition(MARK)
-            if mark:
+            line, prefix, answer = data.decode(errors="replace").rstrip("\n").partition(ANSWER_PREFIX)
+            if prefix:
                 self._events.put(Event(self._place, self.number, answer=decode_answer(answer)))
 
             # An answer alone has no text before it; an empty line of the job is a line.
-            if line or not mark:
+            if line or not prefix:
                 if is_error:
                     self.last_errors.append(line)
 

@@ -321,13 +321,13 @@ class _JobWatch:
                 self._retry_at[place] = time.monotonic() + RETRY_S
 
     def _show(self, place: int, line: str, is_error: bool) -> None:
-        """Print a line of a host, marked with its name. The first host speaks for the job, and has no mark."""
+        """Print a line of a host after its name. The first host speaks for the job, so its lines have no prefix."""
         # Each new login to a lost host fails with the same words, which are shown once.
         if place in self._retry_at:
             return
 
-        mark = "" if place == 0 else f"[{self._logins.hosts[place].name}] "
-        write(f"{mark}{line}\n", sys.stderr if is_error else sys.stdout)
+        prefix = "" if place == 0 else f"[{self._logins.hosts[place].name}] "
+        write(f"{prefix}{line}\n", sys.stderr if is_error else sys.stdout)
 
     def _handle_answer(self, place: int, answer: Answer) -> None:
         """Note that a launcher has ended, or start it again on a host that is back."""

@@ -3,8 +3,8 @@
 Standard input is the tether. It carries requests, one line of JSON each. It is broken when it ends, because the command
 that logged in has ended, or when nothing has come for `SILENCE_S`, because a machine or the network is lost: then the
 launcher here saves and stops, and is killed if that takes too long. If enough other hosts are left for the job, it is
-killed at once, and the job goes on without it. Answers are lines of standard output that begin with `MARK`; all other
-lines are output of the job. `tether_messages.py` lists the requests and the answers.
+killed at once, and the job goes on without it. Answers are lines of standard output that begin with `ANSWER_PREFIX`;
+all other lines are output of the job. `tether_messages.py` lists the requests and the answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from lockstep import targets
 from lockstep.clusters.tether_messages import (
-    MARK,
+    ANSWER_PREFIX,
     Answer,
     Beat,
     Ended,
@@ -239,7 +239,7 @@ class Tether:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
-        self._mark: Path | None = None  # the file that this host has written for the others to see
+        self._shared_file: Path | None = None  # the file that this host has written for the others to see
         self._made_folder = False  # whether the run folder was made for that file
         self._connected: list[int] = []  # the hosts to which the other side has logins
 
@@ -279,9 +279,9 @@ class Tether:
             self._stop_listening()
 
         # The other side has ended before the job began.
-        if self._made_folder and self._mark is not None:
+        if self._made_folder and self._shared_file is not None:
             with suppress(OSError):  # it is not empty
-                self._mark.parent.rmdir()
+                self._shared_file.parent.rmdir()
 
         return ExitCode.RESTART
 
@@ -292,8 +292,8 @@ class Tether:
                 return look(request)
 
             case Listen():
-                self._mark = Path(request.mark)
-                self._made_folder = not self._mark.parent.exists()
+                self._shared_file = Path(request.mark)
+                self._made_folder = not self._shared_file.parent.exists()
                 self._listener = listen(request)
                 return Listening(self._listener.getsockname()[1])
 
@@ -309,9 +309,9 @@ class Tether:
         if self._listener is not None:
             self._listener.close()
 
-        if self._mark is not None:
+        if self._shared_file is not None:
             with suppress(OSError):
-                self._mark.unlink(missing_ok=True)
+                self._shared_file.unlink(missing_ok=True)
 
     def _start(self, job: StartTraining) -> int:
         """Run the launcher of this host, while a thread watches the tether. Return an exit code."""
@@ -385,7 +385,7 @@ def others_go_on(presence: Presence, job: StartTraining, connected: list[int]) -
 def answer(message: Answer) -> None:
     """Send an answer to the other side of the login."""
     # The reader looks for the mark inside lines as well: the job may have printed half a line before.
-    print(f"{MARK}{encode(message)}", flush=True)
+    print(f"{ANSWER_PREFIX}{encode(message)}", flush=True)
 
 
 if __name__ == "__main__":

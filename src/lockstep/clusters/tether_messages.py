@@ -1,7 +1,7 @@
 """What the two ends of a tether say to each other: the command that logged in sends requests, a host sends answers.
 
 Each is one line of JSON with the name of its class. Answers are lines of the host's standard output, which also carries
-the output of the job, so they begin with `MARK`.
+the output of the job, so they begin with `ANSWER_PREFIX`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, get_args
 from lockstep.files import typed_json
 
 # No text of a job begins a line like this: U+001E is a separator of records.
-MARK = "\x1elockstep "
+ANSWER_PREFIX = "\x1elockstep "
 
 
 # ---- requests ----

@@ -20,7 +20,7 @@ from lockstep.clusters import logins, nodes
 from lockstep.clusters.hosts import Event, Host, Login
 from lockstep.clusters.logins import _JobWatch
 from lockstep.clusters.tether_messages import (
-    MARK,
+    ANSWER_PREFIX,
     Beat,
     Ended,
     HostFacts,
@@ -104,7 +104,7 @@ def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_
     process.stdin.write(encode(PassSignal(name)) + "\n")
     process.stdin.flush()
     assert process.wait(120) == code
-    assert f"{MARK}{encode(Ended(code))}" in process.stdout.read()
+    assert f"{ANSWER_PREFIX}{encode(Ended(code))}" in process.stdout.read()
     assert f"{name}: ended before the job had begun" in process.stderr.read()
 
 
@@ -137,7 +137,7 @@ def test_a_host_has_one_launcher_at_a_time(tether, tmp_path, again):
     assert process.returncode == ExitCode.RESTART
     assert not (tmp_path / "begun").exists()
     # A host that is logged in to again is tried again; a new job is refused.
-    assert out == ("" if again else f"{MARK}{encode(Ended(ExitCode.REFUSED))}\n")
+    assert out == ("" if again else f"{ANSWER_PREFIX}{encode(Ended(ExitCode.REFUSED))}\n")
 
 
 # ---- the command ----

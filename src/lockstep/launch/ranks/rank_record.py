@@ -93,7 +93,10 @@ def exists(folder: Path, rank: int) -> bool:
 
 
 def root_failure(folder: Path) -> Failure | None:
-    """Return the failure of this folder's ranks that explains the others. An error for the user comes before others."""
+    """Return the failure of this folder's ranks that explains the others, for ranks without a coordinator.
+
+    An error for the user comes first, because it says what to do.
+    """
     exits = [_parse(path) for path in folder.glob(attempt_folder.exit_record(folder, "*").name)]
     failures = [rank_exit.failure for rank_exit in exits if rank_exit is not None and rank_exit.failure is not None]
     return min(failures, key=lambda failure: (not failure.for_user, *failure.root_order), default=None)
