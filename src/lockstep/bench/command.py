@@ -257,7 +257,7 @@ def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
 
     known: dict[str, Any] = {"target": asked.target, "batch": asked.batch, "precision": facts.get("precision")}
 
-    # Without their sources: a setting from a file equals the same one typed. Later layers win.
+    # The sources are left out: a setting from a file equals the same one typed. Later layers win.
     known["settings"] = {key: value for _, values in asked.layers for key, value in values.items()}
     if section.name == "settings":
         known["ways"] = asked.ways

@@ -29,7 +29,7 @@ LABELS = (
     "ranks",
 )
 
-# Of all other measurements less is better: times, ratios of times, and memory.
+# Less is better for all other measurements: times, ratios of times, and memory.
 HIGHER_IS_BETTER = {
     *("throughput", "speedup", "scaling_efficiency", "machine_limit", "of_machine_limit", "compute_fraction"),
     *("overlap_fraction", "algorithm_gb_s", "bus_gb_s", "loader", "headroom"),
@@ -86,7 +86,7 @@ def _check_settings(old: Section, new: Section) -> None:
 
 def _changes(old: Section, new: Section) -> list[str]:
     """Return a table of the values that both sections have: A, B, the relative change, and whether it is noise."""
-    # By label, since the two may have their rows in another order, or other rows.
+    # Rows are matched by label, since the two sections may have other rows, or in another order.
     others = {_label(row): row for row in new.rows}
     measured = [column for column in old.columns if column.key not in LABELS]
 
@@ -110,7 +110,7 @@ def _changes(old: Section, new: Section) -> list[str]:
 
 
 def _has_ratio(a: Any, b: Any) -> bool:
-    """Whether both are numbers, or estimates of numbers, and the first is not 0."""
+    """Return whether both are numbers, or estimates of numbers, and the first is not 0."""
     return isinstance(middle(a), int | float) and isinstance(middle(b), int | float) and bool(middle(a))
 
 

@@ -136,7 +136,7 @@ def judge_probe(cpus: Sequence[int], rates: Mapping[str, float], total: int) -> 
     pairs = {way: rates.get(way, 1.0) for way in (ADJACENT, HALVES)}
     slow, fast = sorted(pairs, key=lambda way: pairs[way])
 
-    # As many CPUs are busy in both sets, so that clock rates and caches are the same, and only the pairs differ.
+    # In both sets equally many CPUs are busy: clock rates and caches are the same, and only the pairs differ.
     if pairs[slow] < SLOWED * pairs[fast]:
         return Cores(alike(paired(cpus, slow, total)), f"as measured ({slow})")
 

@@ -103,7 +103,7 @@ def _column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
 
 def _errors(values: Sequence[Any]) -> tuple[list[float], list[list[float]]]:
     """Return medians, and the distances to both ends of their intervals."""
-    # As matplotlib takes them: [lengths downwards, lengths upwards].
+    # Matplotlib takes the distances as [lengths downwards, lengths upwards].
     medians = [float(middle(value) or 0.0) for value in values]
     low = [value["median"] - value["low"] if is_estimate(value) else 0.0 for value in values]
     high = [value["high"] - value["median"] if is_estimate(value) else 0.0 for value in values]
@@ -214,7 +214,7 @@ def _stacked(axes: Any, labels: Sequence[str], parts: dict[str, list[float]], co
 
     axes.grid(axis="x", visible=False)
 
-    # In the order of the bars, from top to bottom.
+    # The legend has the order of the bars, from top to bottom.
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -293,7 +293,7 @@ def collectives(section: Section) -> Any:
     """Draw the time and the bus bandwidth of each operation over the size of its message."""
     figure, (times, rates) = _figure(2, width=11)
 
-    # Without duplicates, in the order of the rows.
+    # Each operation and backend once, in the order of the rows.
     keys = list(dict.fromkeys((row["operation"], row["backend"]) for row in section.rows))
     operations = list(dict.fromkeys(operation for operation, _ in keys))
     backends = list(dict.fromkeys(backend for _, backend in keys))
@@ -317,7 +317,7 @@ def collectives(section: Section) -> Any:
     times.set(title="Time of a collective (dotted: latency + size / bandwidth)", ylabel="time (ms)")
     rates.set(title="Bus bandwidth", ylabel="bus bandwidth (GB/s)")
 
-    # From microseconds to seconds, so both axes are logarithmic.
+    # Times go from microseconds to seconds, so both axes are logarithmic.
     for axes in (times, rates):
         _byte_axis(axes, sorted({row["bytes"] for row in section.rows}))
         axes.set_yscale("log")
@@ -354,7 +354,7 @@ def step_communication(section: Section) -> Any:
     communication.set(title="Communication, traced", xlabel="communication (ms per step)")
     communication.legend()
 
-    # With its number: a bar of length 0 looks like one that is missing.
+    # Each bar shows its number, because a bar of length 0 looks like one that is missing.
     bars = overlap.barh(places, _column(rows, "overlap_fraction"), color=COLOURS[2])
     overlap.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     overlap.set(title="Overlap", xlabel="fraction of communication hidden", xlim=(0, 1.1))
@@ -465,7 +465,7 @@ def checkpoint(section: Section) -> Any:
     _grouped(waits, names, times)
     waits.set(title="Time of a save", ylabel="seconds")
 
-    # In a panel of their own: they have another unit.
+    # Rates have another unit, and so a panel of their own.
     _grouped(rates, names, {"write rate": _column(rows, "write_mb_s"), "load rate": _column(rows, "load_mb_s")})
     rates.set(title="Rates", ylabel="MB/s")
 

@@ -229,7 +229,7 @@ def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> 
 
         return [size for size in options.splits if size != micro_batch]
 
-    # In order of preference: all at once, with a smaller last micro-batch, halves, single samples.
+    # The preferred size comes first: all at once, with a smaller last micro-batch, halves, single samples.
     most = facts["micro_batch_asked"] or batch
     sizes = dict.fromkeys([most, most - most // 3, most // 2, 1])
     usable = [size for size in sizes if size >= 1 and size != micro_batch]

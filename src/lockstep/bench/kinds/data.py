@@ -35,7 +35,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         for workers in WORKERS:
             report(f"data: starting, {workers} workers")
 
-            # Not pinned: worker processes need cores of their own.
+            # The ranks are not pinned, because worker processes need cores of their own.
             team = pool.start("data:measure", 1, options.arguments(workers=workers), pin=False)
             teams[workers] = stack.enter_context(team)
             facts = team.ready()[0]

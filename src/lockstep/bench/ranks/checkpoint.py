@@ -53,7 +53,7 @@ def make_state(megabytes: int) -> State:
         "norm": (width,),
     }
 
-    # As many layers as give at least this size, in float32.
+    # The state has as many layers as give at least this size, in float32.
     per_layer = len(KINDS) * sum(4 * math.prod(shape) for shape in block.values())
     layers = math.ceil(megabytes * 1_000_000 / per_layer)
 
@@ -125,7 +125,7 @@ class Ways:
 
     def _open_saver(self) -> Saver:
         """Open a saver of this rank's shards. Its buffers are allocated now, as at the start of a run."""
-        # As a run does with its folder: files of another run are not touched.
+        # A run claims its folder, too, so that the files of another run are not touched.
         if self.runtime.is_main:
             claim(self.storage, TOKEN)
 
@@ -245,7 +245,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             size = sum(tensor.nbytes for tensor in ways.state.values())
             yield {"bytes": size, "torch": torch.__version__}
 
-            # Without an end: the parent decides how many turns it asks for, and closes this generator.
+            # The parent decides how many turns it asks for, and closes this generator.
             for turn in itertools.count(1):
                 yield _turn(ways, turn)
         finally:
@@ -256,7 +256,7 @@ def _turn(ways: Ways, turn: int) -> dict[str, Any]:
     """Save in every way, and load again; return the seconds of each, by name."""
     saves = {}
     for name in in_turn(ways.save, turn):
-        # From a clean start: nothing waits for the disk, and the cores are busy as in training.
+        # Each way starts clean: nothing waits for the disk, and the cores are busy as in training.
         ways.forget(turn - 1)
         ways.training.steps(STEPS)
 

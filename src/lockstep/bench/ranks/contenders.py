@@ -286,7 +286,7 @@ def with_lightning(workload: Workload) -> Iterator[None]:
     ended = threading.Event()
 
     def train() -> None:
-        # Not before the first turn, which includes the cost of building.
+        # Building belongs to the first turn, whose time includes its cost.
         go.acquire()
         try:
             _lightning_trainer(workload, go, done)

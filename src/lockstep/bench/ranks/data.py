@@ -108,7 +108,7 @@ def _seconds(read: Callable[[], Any], queued: int, count: int) -> float:
 
 def _read(source: Any) -> None:
     """Read the batches of one step from the run's own source."""
-    # As in training: a step takes its batches, iterates over them, and commits them.
+    # A step of training also takes its batches, iterates over them, and commits them.
     batches = source.take()
     for _ in zip(range(batches.num_micro_batches), batches.micro_batches, strict=False):
         pass

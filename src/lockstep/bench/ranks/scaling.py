@@ -28,7 +28,7 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
         command = yield _facts(run, rank.task.unit)
         while True:
             if command == "trace":
-                # In the folder of the team, which its pool removes: a rank may be killed.
+                # The pool removes the folder of the team, even if this rank is killed.
                 file = Path(arguments["folder"]) / f"trace-{rank.runtime.world.rank}.json"
                 value = trace(run, loop, file)
             else:

@@ -120,7 +120,7 @@ def take_round(loops: Mapping[str, Iterator[Any]], number: int) -> dict[str, Tur
 
 def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) -> Iterator[Run]:
     """The steps of `engine/loop.fit`, with the task's own hooks, stopped after every block."""
-    # Only now: opening a run seeds what the model draws.
+    # The run is opened only now, because that seeds what the model draws.
     training = Training(task, open_run(resolved, runtime, "bench", task.unit))
     run = training.run
 

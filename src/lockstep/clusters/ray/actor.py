@@ -94,7 +94,7 @@ class TermWatch:
 
 def _listens(pid: int, address: str) -> bool:
     """Return whether a process listens at the port of this address. The nodes of a cluster may share a machine."""
-    # By port and process: the term may name the node in another way than the socket, which may have all addresses.
+    # Only port and process are compared: the term may name the node in another way than the socket does.
     _, port = parse_address(address)
     sockets = [at for at in psutil.net_connections("tcp") if at.pid == pid and at.status == psutil.CONN_LISTEN]
     return any(at.laddr[1:] == (port,) for at in sockets)
