@@ -38,7 +38,7 @@ from lockstep.checkpoint.rank_file import arrange
 from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.snapshot import Snapshot
+from lockstep.checkpoint.saving.snapshot import SnapshotBuffer
 from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import claim
@@ -278,10 +278,10 @@ def checkpoint_of(parts: int) -> dict[str, str]:
     seconds: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "checkpoints"
-        save, snapshot, contents = staged(root, parts)
+        save, buffer, contents = staged(root, parts)
 
         began = clocks()
-        save.write(snapshot.take(contents.shards, ()), contents.of_rank0)
+        save.write(buffer.take(contents.shards, ()), contents.of_rank0)
         assert isinstance(save.outcome, Committed), save.outcome
         seconds["written: all confirmations read, the manifest committed"] = since(began)
 
@@ -313,7 +313,7 @@ def since(began: tuple[float, float]) -> str:
     return f"{wall:.2f} ({cpu:.2f})"
 
 
-def staged(root: Path, parts: int) -> tuple[Save, Snapshot, RankContents]:
+def staged(root: Path, parts: int) -> tuple[Save, SnapshotBuffer, RankContents]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
     storage = CheckpointStorage(root)
@@ -321,8 +321,8 @@ def staged(root: Path, parts: int) -> tuple[Save, Snapshot, RankContents]:
 
     # What rank 0 writes: its row of each tensor.
     contents = RankContents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
-    snapshot = Snapshot(file_name(0))
-    size = snapshot.reserve(contents.shards).file_size
+    buffer = SnapshotBuffer(file_name(0))
+    size = buffer.reserve(contents.shards).file_size
     context = SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600, asynchronous=False))
     save = Save(Draft(context, 1, 1), size, {})
 
@@ -335,7 +335,7 @@ def staged(root: Path, parts: int) -> tuple[Save, Snapshot, RankContents]:
         (root / save.draft.file(rank)).write_bytes(data)
         (root / save.draft.confirmation(rank)).write_bytes(Confirmation(file, layout.tensors).encode())
 
-    return save, snapshot, contents
+    return save, buffer, contents
 
 
 def print_table(rows: str, unit: str, columns: dict[int, dict[str, Any]]) -> None:

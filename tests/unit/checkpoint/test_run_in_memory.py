@@ -35,7 +35,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
-from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotCopy
+from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotBuffer
 from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
@@ -128,9 +128,9 @@ def test_data_that_cannot_skip_samples_is_named_if_the_policy_is_rewind(tmp_path
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set when the run waits for a copy in the background, which does not begin before that, or for 2 s."""
     waits = threading.Event()
-    run, wait = SnapshotCopy.run, SnapshotCopy.wait
-    monkeypatch.setattr(SnapshotCopy, "run", lambda copy: (waits.wait(2), run(copy)))
-    monkeypatch.setattr(SnapshotCopy, "wait", lambda copy: (waits.set(), wait(copy)))
+    complete, wait = Snapshot.complete, Snapshot.wait
+    monkeypatch.setattr(Snapshot, "complete", lambda snapshot: (waits.wait(2), complete(snapshot)))
+    monkeypatch.setattr(Snapshot, "wait", lambda snapshot: (waits.set(), wait(snapshot)))
     return waits
 
 
@@ -675,14 +675,14 @@ def test_a_run_that_does_not_save_by_its_settings_allocates_no_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It held pinned memory for the whole state of the run."""
-    reserve = Snapshot.reserve
+    reserve = SnapshotBuffer.reserve
     reserved: list[int] = []
 
-    def watched(self: Snapshot, shards: Any) -> Any:
+    def watched(self: SnapshotBuffer, shards: Any) -> Any:
         reserved.append(len(shards))
         return reserve(self, shards)
 
-    monkeypatch.setattr(Snapshot, "reserve", watched)
+    monkeypatch.setattr(SnapshotBuffer, "reserve", watched)
     lockstep.fit(Dropped(), run_dir=tmp_path / "none", checkpoint={"minutes": None, "at_end": False})
     assert reserved == []
     lockstep.fit(Dropped(), run_dir=tmp_path / "at_end", checkpoint={"minutes": None})

@@ -236,14 +236,14 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
 def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
     [saver] = savers(storage)
     saver.reserve(shard(state(0), 0, 1))
-    size = saver._snapshot.layout.file_size
-    buffer = saver._snapshot._buffer.data_ptr()
+    size = saver._buffer.layout.file_size
+    buffer = saver._buffer._memory.data_ptr()
     for step in (1, 2, 3):
         saver.copy_and_write(step, RankContents(shard(state(step), 0, 1)))
     reports = saver.take_ended()
     assert [report.outcome.checkpoint.step for report in reports] == [1, 2, 3]
     assert saver._last.file_size == size
-    assert saver._snapshot._buffer.data_ptr() == buffer
+    assert saver._buffer._memory.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
     saver.copy_and_write(4, RankContents(shard(more, 0, 1)))  # the layout may change
     assert is_committed(saver.take_ended()[0])
@@ -364,7 +364,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
     saver.copy_and_write(1, RankContents({name: shard_of(tensor) for name, tensor in tensors.items()}))
     for tensor in tensors.values():
         tensor.zero_()
-    assert saver._snapshot._buffer.is_pinned()
+    assert saver._buffer._memory.is_pinned()
     assert is_committed(saver.take_ended()[0])
     assert same(load(storage)[1], expected)
 
@@ -386,7 +386,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     commit(storage, 1)
     [saver] = savers(storage)
     saver.reserve(shard(state(2), 0, 1))
-    size = saver._snapshot.layout.file_size
+    size = saver._buffer.layout.file_size
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
     saver.copy_and_write(2, RankContents(shard(state(2), 0, 1)))
     [report] = saver.take_ended(0)

@@ -1,7 +1,7 @@
 """The saves of one rank, while training continues: take a snapshot, write the file, confirm it, and on rank 0 commit.
 
-`Saver.copy_and_write` copies the tensors that the next forward may change, and returns a `Save`, which writes the copy
-in a thread of its own. Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages
+`Saver.copy_and_write` copies the tensors that the next forward may change, and returns a `Save`, which writes them in a
+thread of its own. Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages
 have been copied. Each save ends with an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or
 `SaveFailed`. A save that fails while it is written raises nothing, and does not affect the next one; `pending.py` says
 how the other ranks learn of it. Only `reserve` and `copy_and_write` raise: if a checkpoint cannot hold a tensor, or if
@@ -29,7 +29,7 @@ from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.saving.commit import commit, tidy_up
 from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFailed, Written, as_text
-from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotCopy
+from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotBuffer
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
 from lockstep.checkpoint.storage.files import split
 from lockstep.run_folder.checkpoint_names import file_name
@@ -47,7 +47,7 @@ class Saver:
 
     def __init__(self, context: SaveContext):
         self._context = context
-        self._snapshot = Snapshot(file_name(context.rank))
+        self._buffer = SnapshotBuffer(file_name(context.rank))
 
         self._last: Save | None = None  # it uses the buffer until it has ended
         self._saves = 0  # numbers the drafts: the same step may be saved again after a failure
@@ -55,10 +55,10 @@ class Saver:
     def reserve(self, shards: Mapping[str, LocalShard]) -> None:
         """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
         self._wait_for_last()
-        self._snapshot.reserve(shards)
+        self._buffer.reserve(shards)
 
     def copy_and_write(self, step: int, contents: RankContents, metrics: Mapping[str, float] = {}) -> Save:
-        """Copy the contents, and write the copy in a thread, or at once. Some tensors may be copied in that thread.
+        """Copy the contents, and write the snapshot in a thread, or at once. The thread may copy some tensors, too.
 
         `metrics`: the results of an evaluation of this step; {} if there was none. `Save.stall_s` is the time that this
         call took. A caller adds the time that training had waited before.
@@ -66,14 +66,14 @@ class Saver:
         began = time.perf_counter()
         self._wait_for_last()
 
-        layout = self._snapshot.reserve(contents.shards)
+        layout = self._buffer.reserve(contents.shards)
         self._saves += 1
         self._last = save = Save(Draft(self._context, step, self._saves), layout.file_size, metrics)
 
         # Only this rank's own file counts: other ranks may have other disks, and may write much less or much more.
         if not save.fail_if_full():
             later = contents.copy_later if self._context.checkpoint_config.asynchronous else ()
-            save.write(self._snapshot.take(contents.shards, later), contents.of_rank0)
+            save.write(self._buffer.take(contents.shards, later), contents.of_rank0)
 
         save.stall_s = time.perf_counter() - began
         return save
@@ -83,7 +83,7 @@ class Saver:
         if self._last is not None and not self._last.wait(0):
             self._last.abort("the run ended before this checkpoint was written", ABORT_S)
 
-        self._snapshot = Snapshot(file_name(self._context.rank))
+        self._buffer = SnapshotBuffer(file_name(self._context.rank))
 
     def _wait_for_last(self) -> None:
         if self._last is not None:
@@ -127,21 +127,21 @@ class Save:
         self._abort = AbortRequest()
         self._thread: threading.Thread | None = None
 
-        # The copy, which may go on while training continues; None: nothing is left to wait for. Once complete, it is
-        # dropped, because it would keep the buffer in memory.
-        self._copy: SnapshotCopy | None = None
+        # The snapshot, which may be copied while training continues; None: nothing is left to wait for. Once complete, it
+        # is dropped, because it would keep the buffer in memory.
+        self._copying: Snapshot | None = None
 
         self.stall_s = 0.0  # how long training waited for the save
         self.write_s = 0.0  # until this rank's file is durable; on rank 0, until the commit
 
     # ---- what the training thread calls ----
 
-    def write(self, copy: SnapshotCopy, of_rank0: Rank0Contents) -> None:
-        """Write the copy in a thread, or at once with `checkpoint.asynchronous=false`."""
-        self._copy = copy
+    def write(self, snapshot: Snapshot, of_rank0: Rank0Contents) -> None:
+        """Write the snapshot in a thread, or at once with `checkpoint.asynchronous=false`."""
+        self._copying = snapshot
 
-        # The thread gets the copy, and not the shards, which training changes meanwhile.
-        run = partial(self._run, copy, of_rank0)
+        # The thread gets the snapshot, and not the shards, which training changes meanwhile.
+        run = partial(self._run, snapshot, of_rank0)
         if self.context.checkpoint_config.asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
             self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -163,10 +163,10 @@ class Save:
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
-        copy = self._copy
-        if copy is not None:
+        copying = self._copying
+        if copying is not None:
             began = time.perf_counter()
-            copy.wait()
+            copying.wait()
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
@@ -185,14 +185,14 @@ class Save:
 
     # ---- the thread ----
 
-    def _run(self, copy: SnapshotCopy, of_rank0: Rank0Contents) -> None:
+    def _run(self, snapshot: Snapshot, of_rank0: Rank0Contents) -> None:
         """Write, confirm and (on rank 0) commit. `outcome` says how the save ended: this raises no Exception."""
         began = time.perf_counter()
         try:
             # The copy of the optimizers' state may still be under way.
-            copy.run()
-            self._copy = None
-            self._write_file(copy)
+            snapshot.complete()
+            self._copying = None
+            self._write_file(snapshot)
 
             self.write_s = time.perf_counter() - began
             self._file_ended.set()
@@ -212,22 +212,22 @@ class Save:
             if not isinstance(error, Exception):
                 raise
 
-    def _write_file(self, copy: SnapshotCopy) -> None:
+    def _write_file(self, snapshot: Snapshot) -> None:
         """Write this rank's file, and confirm it for rank 0. The digest is computed while it is written."""
         digest = xxhash.xxh3_128()
         rank = self.context.rank
-        self.context.storage.write(self.draft.file(rank), self._chunks(copy, digest))
+        self.context.storage.write(self.draft.file(rank), self._chunks(snapshot, digest))
 
         # The last moment for an abort: once the file is confirmed, rank 0 may commit it.
         self._abort.check()
 
         # Rank 0 builds the manifest from the confirmations of all ranks.
         file = File(file_name(rank), self.file_size, digest.hexdigest())
-        self.draft.confirm(Confirmation(file, copy.layout.tensors))
+        self.draft.confirm(Confirmation(file, snapshot.layout.tensors))
 
-    def _chunks(self, copy: SnapshotCopy, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+    def _chunks(self, snapshot: Snapshot, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and update the digest. An aborted save ends between two chunks."""
-        chunks = [memoryview(copy.layout.header), *split(copy.data)]
+        chunks = [memoryview(snapshot.layout.header), *split(snapshot.data)]
         for number, chunk in enumerate(chunks):
             self._abort.check()
 

@@ -1,10 +1,10 @@
-"""Copy the state to host memory.
+"""Copy the state to host memory, so that training can continue while it is written.
 
-Model tensors are copied while training waits; optimizer state and averages are copied during the next forward and
-backward (`SnapshotCopy`).
+`SnapshotBuffer` has the memory, and `Snapshot` is one copy in it. Model tensors are copied while training waits;
+optimizer state and averages are copied during the next forward and backward.
 
-All copies are in one buffer, which is written as it is: it is the data section of the file. Tensors on the CPU are
-copied too, because training may change them before they are written.
+The buffer is written as it is: it is the data section of the file. Tensors on the CPU are copied too, because training
+may change them before they are written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DTYPE_NAMES = {getattr(torch, dtype.in_torch): name for name, dtype in DTYPES.i
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Snapshot:
-    """A buffer that is reused from save to save, because allocating takes longer than the copy.
+class SnapshotBuffer:
+    """Host memory for one snapshot after another. It is reused, because allocating takes longer than the copy.
 
     Call `reserve`, then `take`.
     """
@@ -36,7 +36,7 @@ class Snapshot:
     def __init__(self, file: str):
         self._file = file  # the name of the file that will hold the data
         self.layout: FileLayout = arrange({})
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
         # Views of the buffer, one for each shard.
         self._views: dict[str, torch.Tensor] = {}
@@ -50,24 +50,24 @@ class Snapshot:
 
         # A GPU can only copy to pinned memory while it computes.
         pinned = any(shard.local.is_cuda for shard in shards.values())
-        if self._buffer.numel() < self.layout.size or (pinned and not self._buffer.is_pinned()):
+        if self._memory.numel() < self.layout.size or (pinned and not self._memory.is_pinned()):
             self._views = {}
 
-            # Free the old buffer before allocating the new one.
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = _allocate(self.layout.size, pinned)
+            # Free the old memory before allocating the new one.
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = _allocate(self.layout.size, pinned)
 
         if not self._views:
             for name, shard in shards.items():
-                data = self._buffer[self.layout.byte_ranges[name]]
+                data = self._memory[self.layout.byte_ranges[name]]
                 self._views[name] = data.view(shard.local.dtype).view(shard.local.shape)
 
         return self.layout
 
-    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> SnapshotCopy:
+    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> Snapshot:
         """Copy `shards`, for which `reserve` has made room, except the tensors named in `copy_later`.
 
-        These are copied later, and must not change before `SnapshotCopy.wait` returns.
+        These are copied later, and must not change before `Snapshot.wait` returns.
         """
         now: Pairs = []
         later: Pairs = []
@@ -76,12 +76,12 @@ class Snapshot:
             pairs.append((self._views[name], shard.local))
 
         _copy(now)
-        data = self._buffer[: self.layout.size].numpy().data
-        return SnapshotCopy(self.layout, data, later)
+        data = self._memory[: self.layout.size].numpy().data
+        return Snapshot(self.layout, data, later)
 
 
-class SnapshotCopy:
-    """What one save writes: a copy of this rank's shards, which training does not change.
+class Snapshot:
+    """A copy of this rank's shards, which one save writes, and which training does not change.
 
     The tensors that were left for later are copied during the next forward and backward, which do not change them: from
     a GPU in a separate stream, for which the host does not wait, and on the CPU by the thread that writes the file.
@@ -89,7 +89,7 @@ class SnapshotCopy:
 
     def __init__(self, layout: FileLayout, data: memoryview, later: Pairs):
         self.layout = layout  # of the file
-        self.data = data  # the data section of the file; complete once `run` has returned
+        self.data = data  # the data section of the file; whole once `complete` has returned
         self._pairs = [(view, source.detach()) for view, source in later]
 
         # The version counters of the tensors show whether training has changed one of them during the copy.
@@ -102,8 +102,8 @@ class SnapshotCopy:
         devices = {source.device for _, source in self._pairs if source.is_cuda}
         self._gpu_copies = [self._enqueue(device) for device in devices]
 
-    def run(self) -> None:
-        """Complete the copy, or raise. The writing thread calls this."""
+    def complete(self) -> None:
+        """Copy what is left, or raise. The writing thread calls this."""
         try:
             _copy([(view, source) for view, source in self._pairs if not source.is_cuda])
 
@@ -138,8 +138,8 @@ class SnapshotCopy:
     def _compare_once(self) -> bool:
         """Return whether a tensor was changed during the copy. Only the first of two calls compares.
 
-        `wait` is first if an update comes before the end of the copy; after it the tensors may change. Otherwise `run`
-        is first, at the end of the copy.
+        `wait` is first if an update comes before the end of the copy; after it the tensors may change. Otherwise
+        `complete` is first, at the end of the copy.
         """
         with self._lock:
             if self._torn is None:
