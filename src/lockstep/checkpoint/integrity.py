@@ -12,7 +12,7 @@ import xxhash
 from lockstep.checkpoint.manifest import Damaged, File, InvalidCheckpoint, Manifest, Piece
 from lockstep.checkpoint.manifest_reader import open_file, read_manifest
 from lockstep.checkpoint.rank_file import locate, read_header
-from lockstep.checkpoint.storage.files import CHUNK
+from lockstep.checkpoint.storage.durable import CHUNK
 from lockstep.checkpoint.storage.folder import Checkpoint
 from lockstep.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import DTYPES, Damaged, Piece, TensorEntry, byte_count
 from lockstep.checkpoint.manifest_reader import check_counts, check_fields, open_file, parse_json, require
-from lockstep.checkpoint.storage.files import PAGE
+from lockstep.checkpoint.storage.durable import PAGE
 from lockstep.checkpoint.storage.folder import Checkpoint
 
 

@@ -24,7 +24,7 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.manifest_reader import as_invalid, open_file
 from lockstep.checkpoint.rank_file import Header, locate, read_header
 from lockstep.checkpoint.storage import retry
-from lockstep.checkpoint.storage.files import CHUNK
+from lockstep.checkpoint.storage.durable import CHUNK
 from lockstep.checkpoint.storage.folder import Checkpoint
 from lockstep.errors import UserError
 

@@ -62,16 +62,16 @@ def create_once(path: Path, data: bytes, mode: int = 0o666) -> bool:
 
     If several processes try at once, on several machines too, only one of them creates it: a link is made once.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
 
-        os.link(draft, path)
+        os.link(temporary, path)
     except FileExistsError:
         return False
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
     return True
 

@@ -31,7 +31,7 @@ from lockstep.checkpoint.loading.search import VerifyingRanks, newest_valid
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.state.reshard import RankContents
 from lockstep.checkpoint.storage import stores
-from lockstep.checkpoint.storage.files import sync_names
+from lockstep.checkpoint.storage.durable import sync_names
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.transitions import claim

@@ -27,8 +27,8 @@ from lockstep.checkpoint.preflight import check_store
 from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.reshard import RankContents
-from lockstep.checkpoint.storage import files, folder
-from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
+from lockstep.checkpoint.storage import durable, folder
+from lockstep.checkpoint.storage.durable import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.stores import allow_store
@@ -259,8 +259,8 @@ LARGE = {
 
 
 def test_large_files_are_written_directly_and_are_the_same(tmp_path, monkeypatch):
-    direct, written = [], files._write_directly
-    monkeypatch.setattr(files, "_write_directly", lambda *call: direct.append(written(*call)) or direct[-1])
+    direct, written = [], durable._write_directly
+    monkeypatch.setattr(durable, "_write_directly", lambda *call: direct.append(written(*call)) or direct[-1])
     commit(tmp_path, 1, tensors=LARGE)
     assert direct  # it was tried; whether it can be done depends on the disk
     assert same(load(tmp_path)[1], LARGE)

@@ -31,7 +31,7 @@ from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFailed, Written, as_text
 from lockstep.checkpoint.saving.snapshot import Snapshot, SnapshotBuffer
 from lockstep.checkpoint.state.reshard import Rank0Contents, RankContents
-from lockstep.checkpoint.storage.files import split
+from lockstep.checkpoint.storage.durable import split
 from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.runtime.shards import LocalShard
 

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.checkpoint.manifest import DTYPES, Piece, TensorEntry
 from lockstep.checkpoint.rank_file import FileLayout, arrange
-from lockstep.checkpoint.storage.files import PAGE
+from lockstep.checkpoint.storage.durable import PAGE
 from lockstep.errors import UserError
 from lockstep.runtime.shards import LocalShard
 

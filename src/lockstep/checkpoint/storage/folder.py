@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
+from lockstep.checkpoint.storage.durable import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
 from lockstep.files import delete_old_temporaries, open_regular, read_bytes, replacing
 from lockstep.run_folder.checkpoint_facts import folders_in

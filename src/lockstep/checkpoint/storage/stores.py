@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from lockstep.checkpoint.storage.files import free_bytes, sync_names, write_file
+from lockstep.checkpoint.storage.durable import free_bytes, sync_names, write_file
 from lockstep.errors import UserError, pip_install
 from lockstep.files import open_regular
 from lockstep.run_folder.checkpoint_names import file_name, folder_name, is_object_url, object_url

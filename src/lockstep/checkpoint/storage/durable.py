@@ -1,4 +1,7 @@
-"""Files that survive a power cut, written in the chunks of a rank's tensors."""
+"""Files that survive a power cut, written in the chunks of a rank's tensors.
+
+The files of `lockstep.files` appear whole to other processes, but a power cut may undo them.
+"""
 
 from __future__ import annotations
 
