@@ -91,7 +91,7 @@ class CheckpointManager:
 
         self.state = state
         self.pending = PendingSave(context, runtime, log_event, folder.as_shown)
-        self.decision = SaveDecision(config, runtime, self.pending, context.metrics_cache, log_event, ask_for_save)
+        self.decision = SaveDecision(config, runtime, self.pending, context.all_metrics, log_event, ask_for_save)
         self._resumer = Resumer(folder, storage, state, self.pending, config, runtime, log_event, fixed_settings)
         self.rewinder = Rewinder(self._resumer)
 
@@ -195,7 +195,7 @@ class CheckpointManager:
 
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local. Raise OSError if one cannot be read now."""
-        return best_checkpoint(self._context.metrics_cache, self._config.checkpoint)
+        return best_checkpoint(self._context.all_metrics, self._config.checkpoint)
 
     def close(self, timeout: float = 0.0) -> None:
         """Give the save in flight `timeout` seconds to end, then abort it, and free the buffer. Local."""

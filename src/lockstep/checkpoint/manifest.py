@@ -259,7 +259,7 @@ def float_to_json(value: float) -> Any:
     return value if math.isfinite(value) else {"$float": repr(float(value))}
 
 
-def float_of(value: Any) -> Any:
+def float_from_json(value: Any) -> Any:
     """Undo `float_to_json`. Return a value that is no number as it is."""
     if isinstance(value, dict) and "$float" in value:
         return FLOATS[value["$float"]]

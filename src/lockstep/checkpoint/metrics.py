@@ -20,7 +20,7 @@ from lockstep.checkpoint.manifest import (
     Manifest,
     Unreadable,
     canonical,
-    float_of,
+    float_from_json,
     float_to_json,
 )
 from lockstep.checkpoint.manifest_reader import (
@@ -83,7 +83,7 @@ def _decode(data: bytes) -> dict[str, float]:
     require(fields["digest"] == _digest(encoded), "the digest does not match the contents")
 
     check_floats(encoded)
-    metrics = {name: float_of(value) for name, value in encoded.items()}
+    metrics = {name: float_from_json(value) for name, value in encoded.items()}
     require(all(type(value) in (int, float) for value in metrics.values()), "a metric is not a number")
     return metrics
 

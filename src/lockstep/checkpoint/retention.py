@@ -59,9 +59,9 @@ def best_step(metrics_by_step: Mapping[int, Mapping[str, Any]], config: Checkpoi
     """Return the step that is best by `config.best`, the newest of equals; None if no step can be compared."""
     scores = []
     for step in metrics_by_step:
-        found = score(config, metrics_by_step[step])
-        if found is not None:
-            scores.append((found, step))
+        step_score = score(config, metrics_by_step[step])
+        if step_score is not None:
+            scores.append((step_score, step))
 
     return max(scores)[1] if scores else None
 
@@ -69,19 +69,19 @@ def best_step(metrics_by_step: Mapping[int, Mapping[str, Any]], config: Checkpoi
 # ---- in a storage ----
 
 
-def apply_retention(metrics: CheckpointMetrics, config: CheckpointConfig, token: str) -> OSError | None:
+def apply_retention(all_metrics: CheckpointMetrics, config: CheckpointConfig, token: str) -> OSError | None:
     """Delete the checkpoints that `config` does not keep. Return the first error of a deletion, if there is one.
 
     Raise the errors of `CheckpointMetrics.by_step`.
     """
     # Metrics are read only if the best checkpoint is kept.
     if config.best:
-        metrics_by_step = metrics.by_step()
+        metrics_by_step = all_metrics.by_step()
     else:
-        metrics_by_step = {checkpoint.step: {} for checkpoint in list_checkpoints(metrics.storage)}
+        metrics_by_step = {checkpoint.step: {} for checkpoint in list_checkpoints(all_metrics.storage)}
 
     names = [folder_name(step) for step in steps_to_delete(metrics_by_step, config)]
-    return delete_all(metrics.storage, names, token)
+    return delete_all(all_metrics.storage, names, token)
 
 
 class BestCheckpoint(NamedTuple):
@@ -92,7 +92,7 @@ class BestCheckpoint(NamedTuple):
     value: float
 
 
-def best_checkpoint(metrics: CheckpointMetrics, config: CheckpointConfig) -> BestCheckpoint | None:
+def best_checkpoint(all_metrics: CheckpointMetrics, config: CheckpointConfig) -> BestCheckpoint | None:
     """Return the committed checkpoint that is best by `config.best`; None if none has a value.
 
     Raise the errors of `CheckpointMetrics.by_step`.
@@ -100,9 +100,9 @@ def best_checkpoint(metrics: CheckpointMetrics, config: CheckpointConfig) -> Bes
     if config.best is None:
         return None
 
-    metrics_by_step = metrics.by_step()
+    metrics_by_step = all_metrics.by_step()
     step = best_step(metrics_by_step, config)
     if step is None:
         return None
 
-    return BestCheckpoint(Checkpoint.of(metrics.storage, step), config.best, metrics_by_step[step][config.best])
+    return BestCheckpoint(Checkpoint.of(all_metrics.storage, step), config.best, metrics_by_step[step][config.best])

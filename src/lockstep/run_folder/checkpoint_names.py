@@ -66,7 +66,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}{TENSOR_SUFFIX}"
 
 
-def name_aside(name: str, suffix: Literal["damaged", "rewound"], taken: Container[str]) -> str:
+def aside_name(name: str, suffix: Literal["damaged", "rewound"], taken: Container[str]) -> str:
     """Return the first name that is not `taken` for a checkpoint that is set aside."""
     # The same step may have been set aside before.
     candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
@@ -77,13 +77,13 @@ def is_set_aside(name: str) -> bool:
     return _SET_ASIDE.fullmatch(name) is not None
 
 
-def name_replaced(name: str) -> str:
+def replaced_name(name: str) -> str:
     """Return the name that a checkpoint gets when another checkpoint of its step is about to take its place."""
     return f"{name}{_REPLACED}"
 
 
-def name_before_replaced(name: str) -> str | None:
-    """Undo `name_replaced`. Return None for any other name."""
+def name_before_replacement(name: str) -> str | None:
+    """Undo `replaced_name`. Return None for any other name."""
     before = name.removesuffix(_REPLACED)
     return before if before != name and step_in(before) is not None else None
 
@@ -98,7 +98,7 @@ def draft_name(step: int, token: str, number: int) -> str:
     return f"{folder_name(step)}.tmp-{token}-{number}"
 
 
-def name_to_delete(name: str, token: str) -> str:
+def deleting_name(name: str, token: str) -> str:
     """Return a new name for a checkpoint that is about to be deleted."""
     return f"{name}.tmp-{token}-{_DELETING}{secrets.token_hex(4)}"
 

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from lockstep import api, files
-from lockstep.checkpoint.manifest import float_of
+from lockstep.checkpoint.manifest import float_from_json
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import pack
 from lockstep.data.loader import Request, SampleReader
@@ -353,7 +353,7 @@ def _storable(tensor: Tensor) -> Tensor:
 
 def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the counters and settings in a packed state, at any depth."""
-    plain = float_of(plain)
+    plain = float_from_json(plain)
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
     elif isinstance(plain, dict | list):

@@ -37,7 +37,7 @@ from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveFail
 from lockstep.checkpoint.state.reshard import Rank0Contents
 from lockstep.checkpoint.storage.folder import Checkpoint, NotDurable
 from lockstep.checkpoint.storage.retry import backoff
-from lockstep.checkpoint.storage.transitions import commit_draft, delete_remains, update_latest
+from lockstep.checkpoint.storage.transitions import commit_draft, finish_deletions, update_latest
 from lockstep.errors import listed_ranks
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
 
@@ -76,7 +76,7 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
     except NotDurable as error:
         warnings = (f"{_name(draft)} is complete, but may not survive a power cut, so older ones are kept: {error}",)
 
-    context.metrics_cache.add(draft.step, metrics)
+    context.all_metrics.add(draft.step, metrics)
     return Committed(Checkpoint.of(storage, draft.step), len(encoded) + manifest.bytes, warnings)
 
 
@@ -195,7 +195,7 @@ def _delete_old(context: SaveContext) -> None:
 
     # If one cannot be deleted, delete the others all the same: they would fill the disk. Retention does not count
     # replaced checkpoints, so a step that is saved again and again would fill it, too.
-    remaining = delete_remains(context.storage, context.token)
-    not_kept = apply_retention(context.metrics_cache, context.checkpoint_config, context.token)
-    if failed := remaining or not_kept:
-        raise failed
+    deletion_error = finish_deletions(context.storage, context.token)
+    retention_error = apply_retention(context.all_metrics, context.checkpoint_config, context.token)
+    if error := deletion_error or retention_error:
+        raise error

@@ -37,11 +37,11 @@ class SaveContext:
     on_commit: Callable[[], None] = lambda: None
 
     # The metrics of the committed checkpoints, which `apply_retention` compares.
-    metrics_cache: CheckpointMetrics = field(init=False)
+    all_metrics: CheckpointMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.token.isalnum(), self.token  # it becomes part of a folder's name
-        self.metrics_cache = CheckpointMetrics(self.storage)
+        self.all_metrics = CheckpointMetrics(self.storage)
 
     def check_owner(self) -> None:
         """Raise SaveFailed if this attempt does not own the checkpoints, with `taken_over` if another one does."""

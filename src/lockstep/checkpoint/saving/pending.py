@@ -135,7 +135,7 @@ class PendingSave:
         """Write metrics into a committed checkpoint, on rank 0. A failure costs only the metrics."""
         try:
             self._context.check_owner()
-            self._context.metrics_cache.write(step, metrics)
+            self._context.all_metrics.write(step, metrics)
         except (OSError, SaveFailed) as error:
             reason = f"the checkpoint of step {step} does not have the metrics of its evaluation: {error}"
             self._log_event("warning", reason=reason)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import float_of, float_to_json
+from lockstep.checkpoint.manifest import float_from_json, float_to_json
 from lockstep.errors import UserError
 
 # Plain state, as it is in the manifest.
@@ -103,7 +103,7 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
         case {"$array": name}:
             return read(name).numpy()
         case {"$float": _}:
-            return float_of(value)
+            return float_from_json(value)
         case {"$tuple": items}:
             return tuple(unpack(item, read, device) for item in items)
         case {"$items": pairs}:

@@ -14,11 +14,11 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable, li
 from lockstep.run_folder.checkpoint_names import (
     LATEST,
     OWNER,
+    aside_name,
+    deleting_name,
     is_half_deleted,
-    name_aside,
-    name_before_replaced,
-    name_replaced,
-    name_to_delete,
+    name_before_replacement,
+    replaced_name,
     step_in,
     token_in,
 )
@@ -55,7 +55,7 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
 
     # A store may be away, or another attempt may still write into its folder. What cannot be deleted now is deleted
     # after the next commit, or at the next start.
-    delete_remains(storage, token)
+    finish_deletions(storage, token)
     delete_all(storage, [name for name in storage.folders() if token_in(name) not in (None, token)], token)
 
 
@@ -77,7 +77,7 @@ def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", 
     Return its new name. `latest` may still name it until the load that follows calls `set_aside_later`. It is not
     updated here: if that failed, a second call could not rename the checkpoint again.
     """
-    target = name_aside(name, suffix, storage.folders())
+    target = aside_name(name, suffix, storage.folders())
     _rename(storage, name, target)
     return target
 
@@ -89,7 +89,7 @@ def set_aside_later(storage: CheckpointStorage, step: int) -> None:
     rewound = [checkpoint.name for checkpoint in list_checkpoints(storage) if checkpoint.step > step]
 
     for name in rewound:
-        _rename(storage, name, name_aside(name, "rewound", taken))
+        _rename(storage, name, aside_name(name, "rewound", taken))
 
     # Even if nothing is renamed: an earlier call may have failed here.
     update_latest(storage)
@@ -103,8 +103,8 @@ def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
     """
     # A file system cannot replace a folder by another one.
     if name in storage.folders():
-        storage.delete(name_replaced(name))
-        _rename(storage, name, name_replaced(name))
+        storage.delete(replaced_name(name))
+        _rename(storage, name, replaced_name(name))
 
     try:
         storage.rename(draft, name)
@@ -121,11 +121,11 @@ def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
     """Delete a checkpoint, or a draft. What a reader may look for is renamed first, so that no reader finds half of it.
 
-    If the rest of it cannot be deleted now, `delete_remains` or the next start does it.
+    If the rest of it cannot be deleted now, `finish_deletions` or the next start does it.
     """
-    if step_in(name) is not None or name_before_replaced(name) is not None:
+    if step_in(name) is not None or name_before_replacement(name) is not None:
         stem, _, _ = name.partition(".")
-        temporary = name_to_delete(stem, token)
+        temporary = deleting_name(stem, token)
 
         # A run and `lockstep ckpt prune` may delete the same one.
         with suppress(FileNotFoundError):
@@ -148,14 +148,14 @@ def delete_all(storage: CheckpointStorage, names: Iterable[str], token: str) -> 
     return failed
 
 
-def delete_remains(storage: CheckpointStorage, token: str) -> OSError | None:
-    """Delete what this attempt has left half deleted, and the checkpoints whose replacement is committed.
+def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
+    """Finish what this attempt could delete only in part, and delete the checkpoints whose replacement is committed.
 
     Return the first error, if there is one.
     """
     folders = storage.folders()
     half_deleted = [name for name in folders if is_half_deleted(name) and token_in(name) == token]
-    replaced = [name for name in folders if name_before_replaced(name) in folders]
+    replaced = [name for name in folders if name_before_replacement(name) in folders]
     return delete_all(storage, [*half_deleted, *replaced], token)
 
 
@@ -172,7 +172,7 @@ def put_back_replaced(storage: CheckpointStorage) -> None:
     """Give a checkpoint its name back if its replacement was never committed. Raise OSError."""
     folders = storage.folders()
     for name in folders:
-        before = name_before_replaced(name)
+        before = name_before_replacement(name)
         if before is None or before in folders:
             continue
 
