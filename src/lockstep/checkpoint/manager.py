@@ -4,8 +4,8 @@
     rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as later saves
     pending.poll                         after each step: did the save in flight fail on this rank?
-    decision.ask_if_due, is_due          after each step: is a save due?
-    decision.evaluated                   after an evaluation
+    decision.request_if_due, is_due      after each step: is a save due?
+    decision.note_evaluation             after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
     rewinder.rewind                      when a step was not applied and the policy is rewind
@@ -65,12 +65,12 @@ class CheckpointManager:
         runtime: Runtime,
         log_event: EventLogger,
         update: Update,
-        ask_for_save: Callable[[bool], None],
+        set_save_flag: Callable[[bool], None],
         fixed_settings: Collection[str] = (),
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `update` waits, in the next step, until a save has copied the optimizers' state. `ask_for_save`: see
+        `update` waits, in the next step, until a save has copied the optimizers' state. `set_save_flag`: see
         `SaveDecision`. `fixed_settings`: see `Task`.
         """
         self._folder = folder
@@ -91,7 +91,7 @@ class CheckpointManager:
 
         self.state = state
         self.pending = PendingSave(context, runtime, log_event, folder.as_shown)
-        self.decision = SaveDecision(config, runtime, self.pending, context.all_metrics, log_event, ask_for_save)
+        self.decision = SaveDecision(config, runtime, self.pending, context.all_metrics, log_event, set_save_flag)
         self._resumer = Resumer(folder, storage, state, self.pending, config, runtime, log_event, fixed_settings)
         self.rewinder = Rewinder(self._resumer)
 
@@ -115,7 +115,7 @@ class CheckpointManager:
         check_store(self._storage, self._runtime, timeout_s)
 
         # A run that may never save does not need the room.
-        if self.decision.by_settings:
+        if self.decision.settings_ask:
             check_room(self._storage, self.state, self._runtime, timeout_s, self._log_event)
 
         reader = self._resumer.find(self._folder.start_from)
@@ -141,7 +141,7 @@ class CheckpointManager:
 
         It holds all that this rank writes, in pinned memory, so a run that may never save does without it.
         """
-        if self.decision.by_settings:
+        if self.decision.settings_ask:
             self._saver.reserve(self.state.shards_of(self.state.capture_tensors(), self._runtime))
 
     def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
@@ -163,7 +163,7 @@ class CheckpointManager:
         # The next update changes the optimizers' state, which may still be copied.
         self._update.before_next_update(save.wait_for_copy)
 
-        self.decision.carried_out()
+        self.decision.note_begun()
         reseed_at(self._config.seed, step)
 
     def _about_run(self, plan: Plan) -> dict[str, Any]:

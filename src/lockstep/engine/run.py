@@ -261,7 +261,7 @@ class Run:
         """Put requests that this rank's clock makes due, and a failed save, into the next control word."""
         # Any rank may fail to write.
         save_failed = self.checkpoints.pending.poll()
-        self.checkpoints.decision.ask_if_due()
+        self.checkpoints.decision.request_if_due()
         evaluate = False
 
         # The clocks of the ranks differ, so rank 0 decides, and the others follow.

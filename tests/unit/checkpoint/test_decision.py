@@ -76,7 +76,7 @@ def test_a_rank_asks_for_what_it_alone_knows(
 ) -> None:
     """Clocks differ, so only rank 0's counts. A notice counts wherever it comes."""
     found, asked = decision(config(**settings), pending, rank, noticed)
-    found.ask_if_due()
+    found.request_if_due()
     assert asked == [asks]
     assert not found.is_due(3, preempted=False)
 
@@ -84,12 +84,12 @@ def test_a_rank_asks_for_what_it_alone_knows(
 def test_a_request_stays_until_it_is_carried_out() -> None:
     found, asked = decision(config(), FakePending(), rank=1)
     found.request()
-    found.ask_if_due()
+    found.request_if_due()
     assert not found.is_due(3, preempted=False)
     found.agree()
     assert found.is_due(3, preempted=False)
-    found.carried_out()
-    found.ask_if_due()
+    found.note_begun()
+    found.request_if_due()
     assert asked == [True, True, False, False]
     assert not found.is_due(4, preempted=False)
 
@@ -110,11 +110,11 @@ def test_a_save_that_failed_is_due_at_the_end() -> None:
 
 
 def test_the_settings_say_whether_a_run_saves() -> None:
-    assert not decision(config(), FakePending())[0].by_settings
+    assert not decision(config(), FakePending())[0].settings_ask
     for settings in ({"every": 3}, {"minutes": 1}, {"at_end": True}, {"best": "eval_loss"}):
-        assert decision(config(**settings), FakePending())[0].by_settings, settings
+        assert decision(config(**settings), FakePending())[0].settings_ask, settings
 
     rewinds = resolve(
         [("argument", {"checkpoint.minutes": None, "checkpoint.at_end": False, "spike.policy": "rewind"})]
     )
-    assert decision(rewinds.config, FakePending())[0].by_settings
+    assert decision(rewinds.config, FakePending())[0].settings_ask

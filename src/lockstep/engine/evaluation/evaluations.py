@@ -77,7 +77,7 @@ class Evaluations:
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
 
-        self._saves.evaluated(evaluation.steps_done, results)
+        self._saves.note_evaluation(evaluation.steps_done, results)
 
         # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.
         if not self._learning_rate.observe(evaluation.loss, evaluation.steps_done):

@@ -164,7 +164,7 @@ def _make_data_record(
         builder.registered.values(),
         builder.folder.as_shown(resumed.location) if resumed else None,
         workers=builder.config.data.workers,
-        reads=resumed is not None or checkpoints.decision.by_settings,
+        reads=resumed is not None or checkpoints.decision.settings_ask,
     )
 
 
@@ -349,7 +349,7 @@ def _open_checkpoints(
         runtime=builder.runtime,
         log_event=builder.recorder.event,
         update=stepper.update,
-        ask_for_save=lambda asks: stepper.set_flags(save=asks),
+        set_save_flag=lambda requested: stepper.set_flags(save=requested),
         fixed_settings=getattr(builder.task, "fixed_settings", ()),
     )
 
