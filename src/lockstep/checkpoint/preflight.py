@@ -32,7 +32,7 @@ def check_same_names(registered: Collection[str], runtime: Runtime) -> None:
 
 def check_store(storage: CheckpointStorage, runtime: Runtime, timeout_s: float) -> None:
     """Raise a UserError if the store for tensors cannot keep anything. Collective."""
-    if not storage.url:
+    if not storage.store_url:
         return
 
     def try_store() -> str | None:
@@ -44,7 +44,7 @@ def check_store(storage: CheckpointStorage, runtime: Runtime, timeout_s: float) 
 
         return None
 
-    problem = f"the checkpoints of this run cannot be kept in {storage.url}"
+    problem = f"the checkpoints of this run cannot be kept in {storage.store_url}"
     missing = retry_on_rank0(runtime, timeout_s, try_store, problem)
     if missing is not None:
         fix = "set checkpoint.store to a store that exists, or leave it out: checkpoints are then in run_dir"

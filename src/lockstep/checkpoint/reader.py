@@ -212,14 +212,14 @@ class CheckpointReader:
                     bytes_read = self._bytes_read
                     wait.restart()
 
-                left = wait.left()
+                left = wait.seconds_left()
                 if isinstance(problem, Missing):
                     if left <= 0 or self._is_deleted():
                         raise
                 elif isinstance(problem, Forbidden) or left <= 0:
                     raise unreadable_error(problem) from None
 
-                wait.say(str(problem))
+                wait.announce(str(problem))
 
             wait.pause(left)
             self._beat()

@@ -58,23 +58,23 @@ class CheckpointStorage:
     raise FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means
     "full".
 
-    `url` is the store for tensors of new checkpoints (`checkpoint.store`). Tensors that were written before are found
-    by the URLs in the folder, with or without it.
+    `store_url` is the store for tensors of new checkpoints (`checkpoint.store`). Tensors that were written before are
+    found by the URLs in the folder, with or without it.
     """
 
-    def __init__(self, root: Path, url: str | None = None):
+    def __init__(self, root: Path, store_url: str | None = None):
         self.root = Path(root)
-        self.url = url and url.rstrip("/")
+        self.store_url = store_url and store_url.rstrip("/")
 
     @classmethod
-    def of_run(cls, run_dir: Path, url: str | None = None) -> CheckpointStorage:
+    def of_run(cls, run_dir: Path, store_url: str | None = None) -> CheckpointStorage:
         """Return the storage of the run in this folder."""
-        return cls(run_dir / CHECKPOINTS, url)
+        return cls(run_dir / CHECKPOINTS, store_url)
 
     @property
     def location(self) -> str:
         """Where tensors of new checkpoints are written, for messages."""
-        return self.url or str(self.root)
+        return self.store_url or str(self.root)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointStorage) and self.root.resolve() == other.root.resolve()
@@ -99,7 +99,7 @@ class CheckpointStorage:
         memory of all chunks is reused after this returns.
         """
         path = self.root / key
-        if self.url and key.endswith(TENSOR_SUFFIX):
+        if self.store_url and key.endswith(TENSOR_SUFFIX):
             self._write_object(path, chunks)
         else:
             write_file(path, chunks)
@@ -108,8 +108,8 @@ class CheckpointStorage:
     def _write_object(self, path: Path, chunks: Iterable[memoryview]) -> None:
         """Write the contents of the file `path` to the store."""
         # The URL must be whole and durable before the object exists.
-        assert self.url is not None
-        url = object_url(self.url, self.root.absolute().parent.name, path.parent.name, path.name)
+        assert self.store_url is not None
+        url = object_url(self.store_url, self.root.absolute().parent.name, path.parent.name, path.name)
         url_file = _url_file(path)
         with replacing(url_file) as temporary:
             write_file(temporary, [memoryview(url.encode())])
@@ -192,14 +192,14 @@ class CheckpointStorage:
 
     def free_bytes(self) -> int | None:
         """Return how many bytes of tensors can still be written; None if that is not known."""
-        return open_store(self.url).free_bytes(self.url) if self.url else free_bytes(self.root)
+        return open_store(self.store_url).free_bytes(self.store_url) if self.store_url else free_bytes(self.root)
 
     def try_store(self) -> None:
         """Write, read and delete a small object, if tensors are kept in a store. Raise OSError if it fails."""
-        if not self.url:
+        if not self.store_url:
             return
 
-        url = object_url(self.url, self.root.absolute().parent.name, folder_name(0), file_name(0))
+        url = object_url(self.store_url, self.root.absolute().parent.name, folder_name(0), file_name(0))
         store = open_store(url)
         written = b"lockstep"
         try:

@@ -48,7 +48,7 @@ class Wait:
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
-        self._said = False
+        self._is_announced = False
         self.restart()
 
     def restart(self) -> None:
@@ -56,20 +56,20 @@ class Wait:
         self._began = time.monotonic()
         self._pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Return how many seconds are left, by this process's clock."""
         return self._began + self._timeout_s - time.monotonic()
 
-    def say(self, problem: str) -> None:
+    def announce(self, problem: str) -> None:
         """Print what is waited for, once."""
         # Not an event: the terminal shows events only after the set-up of the run.
-        if not self._said:
+        if not self._is_announced:
             text = f"{problem}; trying again for {self._timeout_s:g} s (checkpoint.timeout)"
             print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
-            self._said = True
+            self._is_announced = True
 
     def pause(self, left: float) -> None:
-        """Sleep until the next try, and no longer than what is `left`."""
+        """Sleep until the next try, for `left` seconds at most."""
         time.sleep(min(next(self._pauses), left))
 
 
@@ -107,12 +107,12 @@ def retry_together(act: Callable[[], Answer], runtime: Runtime, timeout_s: float
             return act()
         except StorageUnavailable as error:
             # All ranks raise it together, and give up together: rank 0's clock decides.
-            left = runtime.collectives.run_on_rank0(wait.left)
+            left = runtime.collectives.run_on_rank0(wait.seconds_left)
             if left <= 0:
                 raise
 
             if runtime.is_main:
-                wait.say(f"{error.problem} ({error.found})")
+                wait.announce(f"{error.problem} ({error.found})")
 
         wait.pause(left)
         runtime.heartbeat.keep_alive()

@@ -132,7 +132,7 @@ def _locate(url: str) -> tuple[Any, str]:
 
 # The stores by the scheme of their URLs. `allow_store` adds the user's stores. fsspec knows all other schemes.
 STORES: dict[str, TensorStore] = {"file": LocalFiles(), "local": LocalFiles()}
-_OTHERS = FsspecStore()
+_FSSPEC_STORE = FsspecStore()
 
 
 def open_store(url: str) -> SafeStore:
@@ -142,7 +142,7 @@ def open_store(url: str) -> SafeStore:
         why = f"a store that was not allowed: set checkpoint.store={scheme}://FOLDER, or add --store {scheme}"
         raise OSError(errno.EACCES, why, url)  # a run does not wait after this error
 
-    return SafeStore(STORES.get(scheme, _OTHERS))
+    return SafeStore(STORES.get(scheme, _FSSPEC_STORE))
 
 
 def allow_store(name: str) -> None:
