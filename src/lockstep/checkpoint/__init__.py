@@ -15,8 +15,9 @@
 Only `lockstep ckpt prune --set-aside` deletes what was set aside. A run *rewinds* while it trains, and *goes back* at a
 start (`--resume step-N`); later checkpoints of the same run are set aside as `.rewound` in both cases.
 
-In torch's words (`torch.distributed.checkpoint`), a piece is what a ChunkStorageMetadata describes, and the manifest is
-the Metadata.
+In torch's words (`torch.distributed.checkpoint`), a piece is what a ChunkStorageMetadata describes, the manifest is the
+Metadata, and a `Stateful` is a Stateful. `saving.snapshot` does the work of an AsyncStager, `state.reshard` that of the
+planners, and `storage` that of a StorageWriter and a StorageReader.
 
 `manager` is the interface to a run. `preflight` checks before the first step that a save can succeed. `state` captures
 and restores the state of a run. `saving` says when to save, and writes the state, `loading` finds the newest valid

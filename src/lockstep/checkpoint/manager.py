@@ -154,9 +154,8 @@ class CheckpointManager:
         self.pending.settle()
         with self._runtime.heartbeat.visit("snapshot", step):
             contents = self.state.contents_of_rank(self._runtime, self._log_event, self._about_run(plan))
-            waited = time.perf_counter() - began
             save = self._saver.copy_and_write(step, contents, metrics)
-            save.stall_s += waited
+            save.stall_s = time.perf_counter() - began
 
         self.pending.note_begun(save)
 

@@ -1,4 +1,4 @@
-"""Read the weights of `init_from` into a model that is already placed: replicated, sharded or staged.
+"""Read the weights of `init_from` into a model that is already placed: replicated, sharded, or a stage of a pipeline.
 
 Every rank reads the slices that it holds, one tensor at a time, from a file system that all ranks see. So the peak of
 host memory is the largest tensor of a rank, whatever the size of the model.

@@ -102,10 +102,10 @@ class Resumer:
 
             self.log_event("warning", reason=text)
 
-    def load(self, reader: CheckpointReader, rewinds: bool = False) -> Resumed:
+    def load(self, reader: CheckpointReader, is_rewind: bool = False) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective.
 
-        `rewinds`: whether this process has trained before.
+        `is_rewind`: whether this process has trained before.
         """
         require_values(reader, *NEEDED_VALUES)
         values = reader.manifest.values
@@ -113,17 +113,18 @@ class Resumer:
         # Check the settings before anything is changed.
         changed_settings = config_changes(values["config"], self.config)
         self._check_fixed(changed_settings)
-        other_changes = self.state.restore(reader, changed_settings, rewinds)
+        other_changes = self.state.restore(reader, changed_settings, is_rewind)
+
+        # The run keeps the loaded checkpoint, unless it is of another run, or had been set aside: --resume may name it.
+        loaded = reader.checkpoint
         step = reader.manifest.step
+        is_kept = loaded.storage == self.storage and step_in(loaded.name) is not None
 
-        # --resume may name a checkpoint of this run that was set aside, which the run does not keep.
-        is_kept = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
-
-        # Set aside the later checkpoints of this run, which will write them again. If the loaded one had been set aside
-        # before, the run may keep another checkpoint of the same step: it is of the history that the run has left, and
-        # is set aside, too. All ranks wait here, because none may save before this is done.
+        # Set aside the checkpoints of this run that it will write again: the later ones. If the loaded one had been set
+        # aside, there may be another one of its step, which the run will write again as well. All ranks wait here,
+        # because none may save before this is done.
         last_kept = step if is_kept else step - 1
-        self._change_if_own(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
+        self._change_if_own(loaded.storage, partial(set_aside_later, self.storage, last_kept))
 
         # A checkpoint that the run does not keep must be loaded again by later attempts, until the run has saved.
         if self.runtime.is_main and is_kept:
@@ -134,7 +135,7 @@ class Resumer:
 
         return Resumed(
             step=step,
-            location=str(reader.checkpoint.path),
+            location=str(loaded.path),
             world_size=values["world"],
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,

@@ -80,7 +80,7 @@ class Rewinder:
         assert span is not None
         skipped_spans = [*self._source.skipped_spans, span]
 
-        resumed = self._resumer.load(reader, rewinds=True)
+        resumed = self._resumer.load(reader, is_rewind=True)
         for skipped_span in skipped_spans:
             self._source.skip(skipped_span)
 

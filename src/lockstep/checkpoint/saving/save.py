@@ -61,7 +61,7 @@ class Saver:
         """Copy the contents, and write the snapshot in a thread, or at once. The thread may copy some tensors, too.
 
         `metrics`: the results of an evaluation of this step; {} if there was none. `Save.stall_s` is the time that this
-        call took. A caller adds the time that training had waited before.
+        call took. A caller for which training has waited longer sets it again.
         """
         began = time.perf_counter()
         self._wait_for_last()

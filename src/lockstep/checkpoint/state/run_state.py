@@ -234,24 +234,24 @@ class RunState:
         self,
         reader: CheckpointReader,
         changed_settings: Sequence[Change] = (),
-        rewinds: bool = False,
+        is_rewind: bool = False,
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
-        Raise a UserError if a different run was saved. `rewinds`: whether this process has trained before, so that its
-        objects may have state that must go. Return descriptions of changes since the save that are not in
-        `changed_settings`.
+        Raise a UserError if a different run was saved. Return descriptions of changes since the save that are not in
+        `changed_settings`. `is_rewind`: whether this process has trained before, so that its objects may have state
+        that must go.
         """
         require_values(reader, "state")
         values = reader.manifest.values
         with _noted(reader), reader.keeping_open():
-            changes = self._restore(reader, values["state"], changed_settings, rewinds)
+            changes = self._restore(reader, values["state"], changed_settings, is_rewind)
             self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))
 
         return changes
 
     def _restore(
-        self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change], rewinds: bool
+        self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change], is_rewind: bool
     ) -> list[str]:
         self._check_required(json_state)
 
@@ -273,7 +273,7 @@ class RunState:
         for name, stateful in self.registered.per_parameter.items():
             changes += restore_parameter_tensors(name, stateful, reader)
 
-        changes += self._restore_registered(states, rewinds)
+        changes += self._restore_registered(states, is_rewind)
         return changes + self._unused(states, reader)
 
     def _check_required(self, json_state: JsonDict) -> None:
@@ -293,7 +293,7 @@ class RunState:
                 "pass the callbacks that the run had, by the same names; or start a new run from the exported weights",
             )
 
-    def _restore_registered(self, states: JsonDict, rewinds: bool) -> list[str]:
+    def _restore_registered(self, states: JsonDict, is_rewind: bool) -> list[str]:
         """Restore what is registered. Return descriptions of the objects that gained or lost state."""
         changed = []
         for name, stateful in self.registered.items():
@@ -304,9 +304,9 @@ class RunState:
             if saved:
                 changed += optional_members(stateful).changes_since(saved)
                 stateful.load_state_dict(saved)
-                if not current and not rewinds:
+                if not current and not is_rewind:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
-            elif current and rewinds and name in states:
+            elif current and is_rewind and name in states:
                 # Its state was empty at the save. At a start, the user's code had none for it then, and its
                 # `load_state_dict` may expect some.
                 stateful.load_state_dict({})
