@@ -185,6 +185,8 @@ def test_files_that_cannot_be_used_are_refused(pool: Pool, tmp_path: Path) -> No
     refused("list.pt", "holds no state dict")
     (tmp_path / "empty").mkdir()
     refused("empty", "is a folder without weights")
+    (tmp_path / "index" / "model.safetensors.index.json").mkdir(parents=True)
+    refused("index", "model.safetensors.index.json cannot be read", "IsADirectoryError")
     quantized = {name: tensor.to(torch.int8) for name, tensor in some_weights().items()}
     save_file(quantized, tmp_path / "int8.safetensors")
     refused("int8.safetensors", "another kind of number")

@@ -154,7 +154,7 @@ def _files_of_index(path: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         files = [path.parent / Path(name).name for name in names]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise _unreadable_error(path, f"{type(error).__name__}: {error}") from None
 
     missing = [file.name for file in files if not file.is_file()]
