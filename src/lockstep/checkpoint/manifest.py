@@ -208,11 +208,11 @@ class Manifest:
 
     def _value(self, *keys: str) -> dict[str, Any]:
         """Return the dict at this place of the nested values, or {}."""
-        found: Any = self.values
+        value: Any = self.values
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
+            value = value.get(key) if isinstance(value, dict) else None
 
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

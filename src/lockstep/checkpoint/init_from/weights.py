@@ -76,8 +76,8 @@ def load_initial_weights(
     # Other files on another machine would give the ranks different weights.
     world, gather = runtime.world, runtime.collectives.all_gather_json
     digest = source.digest(world.rank, world.size, gather)
-    found = [sorted(matched.taken.items()), [source.shape(name) for name in matched.taken.values()]]
-    _check_same(gather(found), typed)
+    taken = [sorted(matched.taken.items()), [source.shape(name) for name in matched.taken.values()]]
+    _check_same(gather(taken), typed)
 
     # One tensor at a time, and of a sharded one only this rank's shard.
     for name, original in matched.taken.items():
@@ -101,10 +101,10 @@ def load_initial_weights(
     return initial
 
 
-def _check_same(found: list[Any], path: str) -> None:
+def _check_same(by_rank: list[Any], path: str) -> None:
     """Refuse ranks that find different weights, because their machines have different files."""
-    for rank, names in enumerate(found):
-        if names != found[0]:
+    for rank, names in enumerate(by_rank):
+        if names != by_rank[0]:
             raise UserError(
                 f"rank {rank} finds other weights at init_from={path} than rank 0",
                 "",

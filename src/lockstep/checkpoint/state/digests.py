@@ -72,7 +72,7 @@ def _feed(sha: Any, data: Any) -> None:
             _feed_items(sha, "set", sorted(data, key=repr))
 
         case _ if _holds_array(data):
-            # An image of PIL, say, whose repr has an address.
+            # A PIL image, for example, whose repr has an address.
             _feed_items(sha, "array of", [type(data).__qualname__, _array_of(data)])
 
         case _ if type(data).__repr__ is object.__repr__:
@@ -80,7 +80,7 @@ def _feed(sha: Any, data: Any) -> None:
             _feed_items(sha, "object", [type(data).__qualname__, getattr(data, "__dict__", {})])
 
         case _:
-            # A repr tells 1 from 1.0, True and "1". One with an address is another one in every process.
+            # A repr tells 1 from 1.0, True and "1". If it has an address, it differs between processes.
             text = repr(data)
             if not isinstance(data, str | bytes) and ADDRESS.search(text):
                 text = type(data).__qualname__
@@ -91,7 +91,7 @@ def _feed(sha: Any, data: Any) -> None:
 
 
 def _holds_array(data: Any) -> bool:
-    """Return whether an object gives its contents as an array. The repr of a number of numpy shows it in full."""
+    """Return whether an object gives its contents as an array. A numpy scalar does not need it: its repr is exact."""
     kind = type(data)
     return not isinstance(data, np.generic) and (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"))
 

@@ -101,7 +101,9 @@ def shards_to_write(
             # An empty shard needs no file, unless all shards are empty: the manifest must still list the tensor.
             return first and (tensor.to_local().numel() > 0 or tensor.numel() == 0)
 
-        return (writers[name] if captured.stateful is None else 0) == rank
+        # The ranks may have different values of a stateful object's tensor: rank 0's is saved.
+        writer = writers[name] if captured.stateful is None else 0
+        return writer == rank
 
     return {name: shard_of(captured.tensor) for name, captured in tensors.items() if writes(name, captured)}
 

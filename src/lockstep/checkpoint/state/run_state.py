@@ -244,7 +244,7 @@ class RunState:
         """
         require_values(reader, "state")
         values = reader.manifest.values
-        with _noted(reader), reader.keeping_open():
+        with _naming_checkpoint(reader), reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings, is_rewind)
             self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))
 
@@ -347,7 +347,7 @@ def require_values(reader: CheckpointReader, *keys: str) -> None:
 
 
 @contextmanager
-def _noted(reader: CheckpointReader) -> Iterator[None]:
+def _naming_checkpoint(reader: CheckpointReader) -> Iterator[None]:
     """Add to an error which checkpoint was being restored.
 
     The digest of the checkpoint is valid. So the error comes from the `load_state_dict` of an object, or from values

@@ -205,7 +205,7 @@ class CheckpointStorage:
         try:
             store.write(url, [memoryview(written)])
             with store.open(url) as file:
-                found = file.read()
+                read_back = file.read()
         except BaseException:
             # The first error is the one to report.
             with suppress(OSError):
@@ -214,7 +214,7 @@ class CheckpointStorage:
             raise
 
         store.delete(url)
-        if found != written:
+        if read_back != written:
             raise OSError(errno.EIO, "other bytes were read than were written", url)
 
 

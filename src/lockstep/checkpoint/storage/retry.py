@@ -124,17 +124,17 @@ def run_on_all_ranks(gather: Gather, act: Callable[[], Any], problem: str, fix: 
     All ranks raise StorageUnavailable if one of them has an OSError, or a UserError if waiting does not help. For the
     message, `problem` is its first sentence, and `fix` is what to do about it.
     """
-    found = None
+    answer = None
     failed = None
     failed_errno = None
     try:
-        found = act()
+        answer = act()
     except OSError as error:
         failed = message_of(error)
         failed_errno = error.errno
 
     # A rank that fails takes part as well: the others would wait for it.
-    answers = gather([found, failed, failed_errno])
+    answers = gather([answer, failed, failed_errno])
     failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(answers) if why is not None]
     if failures:
         errnos = {number for _, _, number in answers}
