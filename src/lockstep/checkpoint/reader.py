@@ -105,9 +105,10 @@ class CheckpointReader:
         # The pieces that the slice overlaps. `low` and `high` are the corners of an overlap.
         overlaps = []
         for piece in entry.pieces:
-            low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
-            high = [min(a, b + n) for a, b, n in zip(ends, piece.offset, piece.shape, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
+            piece_ends = [start + length for start, length in zip(piece.offset, piece.shape, strict=True)]
+            low = [max(starts) for starts in zip(offset, piece.offset, strict=True)]
+            high = [min(both_ends) for both_ends in zip(ends, piece_ends, strict=True)]
+            if all(start < end for start, end in zip(low, high, strict=True)):
                 overlaps.append((piece, low, high))
 
         # Check their files before allocating: the shape in a manifest may be larger than the files (see `manifest`).
@@ -130,17 +131,22 @@ class CheckpointReader:
         dtype = self.manifest.tensors[name].dtype
         row_bytes = byte_count(piece.shape[1:], dtype)
 
-        # Read into the tensor's own memory. `readinto` may read less than requested, and 0 bytes at the end. In chunks,
-        # because a large tensor takes minutes on a slow disk, which must not look like a hang.
+        # Read into the tensor's own memory.
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
-        memory = data.numpy().data
+        self._fill(data.numpy().data, piece.file, start + first * row_bytes)
+        return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
+
+    def _fill(self, memory: memoryview, file: str, start: int) -> None:
+        """Fill `memory` with the bytes of a file from `start` on. Raise Damaged if the file has fewer."""
         done = 0
 
+        # After an error it goes on where it was. `readinto` may read less than requested, and 0 bytes at the end. It
+        # reads in chunks, because a large tensor takes minutes on a slow disk, which must not look like a hang.
         def read_on() -> None:
             nonlocal done
-            with self._open(piece.file) as file:
-                file.seek(start + first * row_bytes + done)
-                while done < len(memory) and (count := file.readinto(memory[done : done + CHUNK])):
+            with self._open(file) as stream:
+                stream.seek(start + done)
+                while done < len(memory) and (count := stream.readinto(memory[done : done + CHUNK])):
                     done += count
                     self._bytes_read += count
                     self._beat()
@@ -149,9 +155,7 @@ class CheckpointReader:
 
         # The header was valid, so the file was truncated after it was checked.
         if done < len(memory):
-            raise Damaged(self.checkpoint, piece.file, "ends too early")
-
-        return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
+            raise Damaged(self.checkpoint, file, "ends too early")
 
     @contextmanager
     def keeping_open(self) -> Iterator[None]:
@@ -272,4 +276,5 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 def _between(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of the region between two corners, for a tensor that begins at `origin`."""
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+    corners = zip(low, high, origin, strict=True)
+    return tuple(slice(start - first, end - first) for start, end, first in corners)

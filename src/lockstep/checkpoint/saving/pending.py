@@ -74,9 +74,7 @@ class PendingSave:
         self.last_committed: int | None = None
         self._last_time = time.monotonic()  # see `seconds_since_last`
 
-    def note_end(self, saves_again: bool) -> None:
-        """Note that no step follows, so that the warning about a save that fails says whether it is tried again."""
-        self._what_follows = SAVES_AGAIN if saves_again else ENDS
+    # ---- what happens in the run ----
 
     def note_begun(self, save: Save) -> None:
         """Take a save that has just begun for the one in flight. Call `settle` before it begins."""
@@ -91,6 +89,12 @@ class PendingSave:
         """Take the checkpoint that was just loaded for the last one. None: this run does not keep it."""
         self.last_committed = step
         self._last_time = time.monotonic()
+
+    def note_end(self, saves_again: bool) -> None:
+        """Note that no step follows, so that the warning about a save that fails says whether it is tried again."""
+        self._what_follows = SAVES_AGAIN if saves_again else ENDS
+
+    # ---- what is saved, and when to save again ----
 
     def seconds_since_last(self) -> float:
         """Return how long ago a save began or a checkpoint was loaded; if neither has happened, the run's start."""
