@@ -324,7 +324,7 @@ def test_a_run_that_deletes_all_checkpoints_in_time_is_named(tmp_path):
 
 def test_only_deletions_in_a_row_count(tmp_path, monkeypatch):
     """Between two checkpoints that are deleted is a damaged one: the run is slower than the search."""
-    monkeypatch.setattr(search, "MAX_GONE", 2)
+    monkeypatch.setattr(search, "MAX_DELETED", 2)
     storage = CheckpointStorage(tmp_path)
     for step in (10, 20, 30):
         commit(storage, step)

@@ -23,19 +23,19 @@ class Rewinder:
         self._pending = resumer.pending
         self._config = config = resumer.config
 
-        # The key of a setting that is rewind; None if there is none.
+        # The key of the setting that is "rewind"; None if there is none.
         policies = {"nonfinite.policy": config.nonfinite.policy, "spike.policy": config.spike.policy}
-        self.policy = next((key for key, value in policies.items() if value == "rewind"), None)
+        self._setting = next((key for key, value in policies.items() if value == "rewind"), None)
 
         # How many times the run has returned to each of its checkpoints, by step.
         self._rewinds: Counter[int] = Counter()
 
     def ensure_checkpoint(self, save: Callable[[], None]) -> None:
         """Call `save` if a policy is rewind and the run has no checkpoint to which it could rewind. Collective."""
-        if self.policy is None:
+        if self._setting is None:
             return
 
-        self._check_can_skip(self.policy)
+        self._check_can_skip(self._setting)
         if self._pending.last_committed is not None:
             return
 
@@ -43,19 +43,19 @@ class Rewinder:
         save()
         if self._pending.settle():
             raise UserError(
-                f"{self.policy}=rewind needs a checkpoint of the start, which could not be written",
+                f"{self._setting}=rewind needs a checkpoint of the start, which could not be written",
                 "",
-                f"make room on the disk, or set {self.policy}=skip",
+                f"make room on the disk, or set {self._setting}=skip",
             )
 
-    def _check_can_skip(self, policy: str) -> None:
-        """Raise if the data source cannot leave out the samples of a step, as `policy`=rewind requires."""
+    def _check_can_skip(self, setting: str) -> None:
+        """Raise if the data source cannot leave out the samples of a step, as `setting`=rewind requires."""
         source = type(self._source)
         if source.skip is BatchSource.skip:
             raise UserError(
-                f"{policy}=rewind cannot be used with this data, which cannot skip samples",
+                f"{setting}=rewind cannot be used with this data, which cannot skip samples",
                 f"the data is read by a {source.__name__}, which has no method skip",
-                f"set {policy}=skip, or {policy}=stop",
+                f"set {setting}=skip, or {setting}=stop",
             )
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> None:

@@ -33,7 +33,7 @@ from lockstep.runtime.context import Runtime
 MAX_INVALID = 50
 
 # How many checkpoints in a row may be deleted by their run while they are examined.
-MAX_GONE = 10
+MAX_DELETED = 10
 
 # How many times ranks look at the folder before they conclude that their disks are separate, and the pause between two
 # looks. NFS may show a directory as it was up to a minute ago.
@@ -104,7 +104,7 @@ def newest_valid(
     # The newest checkpoint comes first.
     names = _agreed_names(storage, ranks, only)
     damaged: dict[str, Damaged] = {}
-    gone = 0
+    deleted_in_a_row = 0
 
     while remaining := [name for name in names if name not in damaged]:
         checkpoint = Checkpoint(storage, remaining[0])
@@ -117,21 +117,21 @@ def newest_valid(
         # A live run may have deleted it meanwhile. Then it is not damaged, and there is a newer checkpoint now.
         exists = run_on_all_ranks(ranks.gather, checkpoint.exists, _cannot_list(storage))
         if not exists[0]:
-            gone += 1
-            if only or gone == MAX_GONE:
+            deleted_in_a_row += 1
+            if only or deleted_in_a_row == MAX_DELETED:
                 raise deleted_error(checkpoint)
 
             names = _agreed_names(storage, ranks, only)
             continue
 
         # Only a damaged checkpoint is lost. If this one is not, an older checkpoint would lose progress.
-        problem = _invalid(checkpoint, _late_as_unreadable(checkpoint, problems, ranks.gather))
+        problem = _combined(checkpoint, _with_late_files_unreadable(checkpoint, problems, ranks.gather))
         if not isinstance(problem, Damaged):
             older = names[names.index(checkpoint.name) + 1 :]
             raise _cannot_use_error(problem, Checkpoint(storage, older[0]) if older else None)
 
         damaged[checkpoint.name] = problem
-        gone = 0
+        deleted_in_a_row = 0
 
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
         if len(damaged) >= MAX_INVALID and len(names) > MAX_INVALID:
@@ -165,7 +165,7 @@ def _verify_together(checkpoint: Checkpoint, ranks: VerifyingRanks) -> tuple[Man
     return manifest, found_by_any
 
 
-def _late_as_unreadable(
+def _with_late_files_unreadable(
     checkpoint: Checkpoint, problems: list[ReportedProblem], gather: Gather
 ) -> list[ReportedProblem]:
     """Return the problems. A missing file that any rank sees is only unreadable now: it is not lost. Collective."""
@@ -204,7 +204,7 @@ def _agreed_names(storage: CheckpointStorage, ranks: VerifyingRanks, only: str |
             time.sleep(LOOK_PAUSE_S)
 
         # This is also a barrier: rank 0 has claimed the folder before.
-        listed = ask_all(partial(_names, storage, only))
+        listed = ask_all(partial(_listed_names, storage, only))
         names = listed[0]
 
         seen = ask_all(partial(_seen_here, storage, names, listed[ranks.rank]))
@@ -219,7 +219,7 @@ def _cannot_list(storage: CheckpointStorage) -> str:
     return f"the checkpoints in {storage.root} cannot be listed"
 
 
-def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
+def _listed_names(storage: CheckpointStorage, only: str | None) -> list[str]:
     return [only] if only else [checkpoint.name for checkpoint in list_checkpoints(storage)]
 
 
@@ -237,7 +237,7 @@ def _step_of_first(names: list[str]) -> int:
     return -1 if step is None else step
 
 
-def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
+def _combined(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
     """Return one error for all problems of a checkpoint."""
     # Ranks may find problems of different kinds. The first kind in this list that any rank has found counts.
     labels = {problem.label for problem in problems}
