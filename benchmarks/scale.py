@@ -332,8 +332,8 @@ def staged(root: Path, parts: int) -> tuple[Save, SnapshotBuffer, RankContents]:
         layout = arrange({name: TensorEntry("F32", (parts, 16), piece) for name, piece in pieces.items()})
         data = layout.header + bytes(layout.size)
         file = File(file_name(rank), layout.file_size, xxhash.xxh3_128(data).hexdigest())
-        (root / save.draft.file(rank)).write_bytes(data)
-        (root / save.draft.confirmation(rank)).write_bytes(Confirmation(file, layout.tensors).encode())
+        (root / save.draft.file_key(rank)).write_bytes(data)
+        (root / save.draft.confirmation_key(rank)).write_bytes(Confirmation(file, layout.tensors).encode())
 
     return save, buffer, contents
 

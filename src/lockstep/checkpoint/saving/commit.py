@@ -57,7 +57,7 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
     if metrics:
         write_metrics(draft_folder, metrics)
 
-    storage.write(draft.manifest, [memoryview(encoded)])
+    storage.write(draft.manifest_key, [memoryview(encoded)])
 
     # Delete the confirmations only now: until there is a manifest, they tell the launcher
     # (`commit_is_near` in run_folder/checkpoint_facts.py) that a commit is near.

@@ -98,33 +98,33 @@ class Draft:
 
     # ---- keys in the storage ----
 
-    def file(self, rank: int) -> str:
+    def file_key(self, rank: int) -> str:
         return f"{self.name}/{file_name(rank)}"
 
-    def confirmation(self, rank: int) -> str:
+    def confirmation_key(self, rank: int) -> str:
         return f"{self.name}/{confirmation_name(rank)}"
 
     @property
-    def manifest(self) -> str:
+    def manifest_key(self) -> str:
         return f"{self.name}/{MANIFEST}"
 
     # ---- confirmations ----
 
     def confirm(self, confirmation: Confirmation) -> None:
-        self.context.storage.replace(self.confirmation(self.context.rank), confirmation.encode())
+        self.context.storage.replace(self.confirmation_key(self.context.rank), confirmation.encode())
         self._file_confirmed = confirmation.file is not None
 
     def read_confirmation(self, rank: int) -> Confirmation | None:
         """Return what a rank has confirmed; None if it has not yet."""
         # A confirmation that exists is complete, since `replace` is atomic.
-        with suppress(FileNotFoundError), self.context.storage.open(self.confirmation(rank)) as file:
+        with suppress(FileNotFoundError), self.context.storage.open(self.confirmation_key(rank)) as file:
             return Confirmation.decode(file.read())
 
         return None
 
     def delete_confirmations(self) -> None:
         for rank in range(self.context.world_size):
-            self.context.storage.delete(self.confirmation(rank))
+            self.context.storage.delete(self.confirmation_key(rank))
 
     # ---- the end of a save that is not committed ----
 
@@ -135,9 +135,9 @@ class Draft:
             keys = [self.name]
         elif self._file_confirmed:
             # Rank 0 may have read the confirmation, and may be about to commit the file: then only rank 0 deletes it.
-            keys = [self.confirmation(rank)]
+            keys = [self.confirmation_key(rank)]
         else:
-            keys = [self.confirmation(rank), self.file(rank)]
+            keys = [self.confirmation_key(rank), self.file_key(rank)]
 
         # The next start deletes files that cannot be deleted now.
         for key in keys:

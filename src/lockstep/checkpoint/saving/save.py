@@ -216,7 +216,7 @@ class Save:
         """Write this rank's file, and confirm it for rank 0. The digest is computed while it is written."""
         digest = xxhash.xxh3_128()
         rank = self.context.rank
-        self.context.storage.write(self.draft.file(rank), self._chunks(snapshot, digest))
+        self.context.storage.write(self.draft.file_key(rank), self._chunks(snapshot, digest))
 
         # The last moment for an abort: once the file is confirmed, rank 0 may commit it.
         self._abort.check()
