@@ -24,8 +24,8 @@ from lockstep.runtime.shards import shard_of
 class InitialWeights:
     """The weights from which a run started. Checkpoints hold this record, so that a resumed run still knows it."""
 
-    def __init__(self, path: str):
-        self.record: dict[str, Any] = {"path": path, "digest": None}
+    def __init__(self, path: str, digest: str | None = None, **facts: Any):
+        self.record: dict[str, Any] = {"path": path, "digest": digest, **facts}
 
     def state_dict(self) -> dict[str, Any]:
         return self.record
@@ -88,17 +88,15 @@ def load_initial_weights(
     if only is None:
         _check_ties(state, source, matched, held_elsewhere)
 
-    initial = InitialWeights(typed)
-    initial.record = {
-        "path": typed,
-        "location": source.location,
-        "digest": digest,
-        "tensors": len(matched.taken),
-        "kept": matched.kept,
-        "unused": matched.unused,
-        "reshaped": matched.reshaped,
-    }
-    return initial
+    return InitialWeights(
+        typed,
+        digest,
+        location=source.location,
+        tensors=len(matched.taken),
+        kept=matched.kept,
+        unused=matched.unused,
+        reshaped=matched.reshaped,
+    )
 
 
 def _check_same(by_rank: list[Any], path: str) -> None:

@@ -172,13 +172,13 @@ def tidy_up(draft: Draft, outcome: Committed) -> Committed:
         except OSError as error:
             warnings.append(f"{is_safe} the file latest does not name it: {error}")
 
-        # If this commit may not survive a power cut, there would be no checkpoint left. What cannot be deleted now is
-        # deleted after the next commit.
-        try:
-            if not outcome.warnings:
+        # If this commit may not survive a power cut, the older ones are kept. What cannot be deleted now is deleted
+        # after the next commit.
+        if not outcome.warnings:
+            try:
                 _delete_old(context)
-        except (OSError, SaveFailed) as error:
-            warnings.append(f"{is_safe} older ones are not deleted: {error}")
+            except (OSError, SaveFailed) as error:
+                warnings.append(f"{is_safe} older ones are not deleted: {error}")
 
         file = f"{folder_name(draft.step)}/{file_name(0)}"
         faults.damage_committed(context.storage, file, draft.step)
