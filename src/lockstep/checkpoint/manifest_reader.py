@@ -98,7 +98,7 @@ def decode_manifest(data: bytes, checkpoint: Checkpoint) -> Manifest:
         # A large manifest becomes millions of objects, none of them garbage. The collector would go through all of them
         # again and again, which takes as long as the rest.
         with garbage.paused():
-            return _decode(data, checkpoint)
+            return _parse(data, checkpoint)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
 
@@ -116,7 +116,7 @@ def check_written(manifest: Manifest, size: int, checkpoint: Checkpoint) -> None
         raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
 
 
-def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
+def _parse(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """Parse a manifest, and check its version, its digest and its fields."""
     outer = parse_json(data)
 
@@ -132,7 +132,7 @@ def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     digest = xxhash.xxh3_128(canonical(outer["content"])).hexdigest()
     require(outer["digest"] == digest, "the digest does not match the contents")
 
-    return _manifest(outer["content"], digest)
+    return _parse_manifest(outer["content"], digest)
 
 
 # ---- JSON ----
@@ -168,7 +168,7 @@ def require(condition: bool, message: str) -> None:
 
 def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     """Return the JSON object `value` if it has exactly these keys, with values of these types (`object`: any type)."""
-    fields = _check(value, dict, what)
+    fields = _check_type(value, dict, what)
     if fields.keys() != kinds.keys():
         wrong_keys = sorted(fields.keys() ^ kinds.keys())
         raise ValueError(f"{what} has missing or unknown keys: {', '.join(wrong_keys)[:100]}")
@@ -176,7 +176,7 @@ def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     for key, kind in kinds.items():
         # Fast path: skip the call if the type matches. An int still needs its range check.
         if kind is not object and (kind is int or type(fields[key]) is not kind):
-            _check(fields[key], kind, what, key)
+            _check_type(fields[key], kind, what, key)
 
     return fields
 
@@ -193,7 +193,7 @@ def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
+def _check_type(value: Any, kind: type, what: str, field: str = "") -> Any:
     """Return the value if it is of this type, and if a count is within bounds. Raise ValueError."""
     # `type`, not `isinstance`: True must not pass as 1.
     if type(value) is not kind or (kind is int and not 0 <= value <= _MAX_BYTES):
@@ -203,7 +203,7 @@ def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
     return value
 
 
-def _manifest(content: Any, digest: str) -> Manifest:
+def _parse_manifest(content: Any, digest: str) -> Manifest:
     """Check all fields of a manifest's content, and return it as a Manifest."""
     fields = check_fields(
         content, "content", step=int, time=object, lockstep=str, files=list, tensors=dict, aliases=dict, values=dict
@@ -214,7 +214,7 @@ def _manifest(content: Any, digest: str) -> Manifest:
     require(type(time) in (int, float) and 0 <= time < 1e11, "time is not a number of seconds since 1970")
 
     files = tuple(File(**check_fields(item, "a file", name=str, size=int, digest=str)) for item in fields["files"])
-    tensors = {name: _tensor(name, item) for name, item in fields["tensors"].items()}
+    tensors = {name: _parse_tensor(name, item) for name, item in fields["tensors"].items()}
     manifest = Manifest(
         fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"], digest
     )
@@ -265,16 +265,16 @@ def _check_file(file: File) -> None:
     require(bool(plain), f"{file.name[:60]!r} is not a plain file name")
 
 
-def _tensor(name: str, item: Any) -> TensorEntry:
+def _parse_tensor(name: str, item: Any) -> TensorEntry:
     """Return the entry of a tensor, if its fields have the right types."""
     what = f"tensor {name!r}"
     fields = check_fields(item, what, dtype=str, shape=list, pieces=list)
     shape = check_counts(fields["shape"], what, "shape")
     what_piece = f"a piece of {what}"
-    return TensorEntry(fields["dtype"], shape, tuple(_piece(piece, what_piece) for piece in fields["pieces"]))
+    return TensorEntry(fields["dtype"], shape, tuple(_parse_piece(piece, what_piece) for piece in fields["pieces"]))
 
 
-def _piece(item: Any, what: str) -> Piece:
+def _parse_piece(item: Any, what: str) -> Piece:
     """Return a piece of a tensor, if its fields have the right types."""
     fields = check_fields(item, what, file=str, offset=list, shape=list)
     offset = check_counts(fields["offset"], what, "offset")

@@ -48,7 +48,7 @@ def commit(draft: Draft, abort: AbortRequest, of_rank0: Rank0Contents, metrics: 
     storage = context.storage
     confirmations = _wait_for_confirmations(draft, abort)
 
-    manifest = _manifest(draft.step, confirmations, of_rank0, has_metrics=bool(metrics))
+    manifest = _manifest_of(draft.step, confirmations, of_rank0, has_metrics=bool(metrics))
     encoded = encode_manifest(manifest)
 
     draft_folder = Checkpoint(storage, draft.name)
@@ -124,7 +124,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
         abort.sleep(next(pauses))
 
 
-def _manifest(step: int, confirmations: list[Confirmation], of_rank0: Rank0Contents, has_metrics: bool) -> Manifest:
+def _manifest_of(step: int, confirmations: list[Confirmation], of_rank0: Rank0Contents, has_metrics: bool) -> Manifest:
     """Return the manifest of all ranks' files, as the ranks have confirmed them."""
     # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
     tensors: dict[str, TensorEntry] = {}

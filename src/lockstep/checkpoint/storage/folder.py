@@ -174,7 +174,7 @@ class CheckpointStorage:
             if path.exists():
                 raise OSError(errno.ENOTEMPTY, "could not be deleted", str(path))
         else:
-            for url_file in (_url_file(path), _to_delete(_url_file(path))):
+            for url_file in (_url_file(path), _name_while_deleted(_url_file(path))):
                 _delete_with_object(url_file)
 
             path.unlink(missing_ok=True)
@@ -299,14 +299,14 @@ def _delete_with_object(url_file: Path) -> None:
         return
 
     # Another rank may do the same at this moment.
-    renamed = _to_delete(url_file)
+    renamed = _name_while_deleted(url_file)
     with suppress(FileNotFoundError):
         url_file.rename(renamed)
         open_store(url).delete(url)
         renamed.unlink()
 
 
-def _to_delete(url_file: Path) -> Path:
+def _name_while_deleted(url_file: Path) -> Path:
     """Return the name that a file with a URL has while its object is being deleted."""
     name = url_file.name
     return url_file if name.startswith(DELETED_PREFIX) else url_file.with_name(f"{DELETED_PREFIX}{name}")
