@@ -127,8 +127,8 @@ class Save:
         self._abort = AbortRequest()
         self._thread: threading.Thread | None = None
 
-        # The snapshot, which may be copied while training continues; None: nothing is left to wait for. Once complete, it
-        # is dropped, because it would keep the buffer in memory.
+        # The snapshot, which may be copied while training continues; None: nothing is left to wait for. It is dropped
+        # once it is complete, because it would keep the buffer in memory.
         self._copying: Snapshot | None = None
 
         self.stall_s = 0.0  # how long training waited for the save
