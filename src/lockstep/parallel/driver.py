@@ -67,7 +67,7 @@ class RankRole:
 
 
 class Reduced(NamedTuple):
-    """The gradients of one step, reduced over micro-batches and ranks. Multiplied by `to_sum`, they are sums."""
+    """The gradients of a pass, reduced over micro-batches and ranks. Multiplied by `to_sum`, they are sums."""
 
     parameters: list[nn.Parameter]  # this rank's parameters that have a gradient
     names: list[str]  # parameter names, one for each norm; in a pipeline, of all stages

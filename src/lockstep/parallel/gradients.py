@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks, after the last backward of a step; their norms; and errors if there are none.
+"""Sums of gradients over ranks, after the last backward of a pass; their norms; and errors if there are none.
 
 All drivers that add gradients themselves call these functions. A gradient keeps the dtype, the layout in memory and the
 placements of its parameter, and a parameter that no rank has used keeps no gradient, so that the optimizer skips it as

@@ -138,11 +138,11 @@ class MicroBatchDriver(Driver):
             del micro, loss
             progress.release_data()
 
-        assert reduced is not None, "a step without its last micro-batch"
+        assert reduced is not None, "a pass without its last micro-batch"
         return reduced
 
     def begin_pass(self) -> None:
-        """Begin a pass over the micro-batches of a step: clear the gradients of the last pass."""
+        """Begin a pass over the micro-batches of a step: clear the gradients of the previous pass."""
         clear_gradients(self.parameters)
 
         # A backward may have raised: `AMPTrainer` on one rank then begins the step anew.
@@ -159,7 +159,7 @@ class MicroBatchDriver(Driver):
             part.before_forward(micro, progress)
 
     def finish_micro_batch(self, loss: Loss, progress: PassProgress) -> Reduced | None:
-        """Record the loss and backpropagate its sum. The last micro-batch of a step reduces; the others return None."""
+        """Record the loss and backpropagate its sum. The last micro-batch of a pass reduces; the others return None."""
         grad_output = progress.begin_backward(loss)
         for part in self.parts:
             part.before_backward(loss, progress)
@@ -186,7 +186,7 @@ class MicroBatchDriver(Driver):
         return reduced
 
     def _make_reduced(self, control_word: ControlWord) -> Reduced:
-        """Finish the reduction of a step, and return its gradients with their norms and the summed control word."""
+        """Finish the reduction of a pass, and return its gradients with their norms and the summed control word."""
         packed, norms = self.finish_reduction(control_word)
         parameters = [p for p in self.parameters.values() if p.grad is not None]
         names = self._names
@@ -200,16 +200,16 @@ class MicroBatchDriver(Driver):
     def _run_backward(self, total: Tensor, grad_output: Tensor, control_word: ControlWord | None) -> None:
         """Backpropagate `total * grad_output` (both scalars).
 
-        Override it to reduce gradients while the backward runs. In the last backward of a step `control_word` is this
+        Override it to reduce gradients while the backward runs. In the last backward of a pass `control_word` is this
         rank's, which may be reduced with them; in the others it is None.
         """
         backward_unchecked((total,), (grad_output,))
 
     @abstractmethod
     def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Reduce over ranks, after the last backward of a step, whatever the backwards have not reduced.
+        """Reduce over ranks, after the last backward of a pass, whatever the backwards have not reduced.
 
-        Return the summed control word [LENGTH], and the norm of each gradient that this step has.
+        Return the summed control word [LENGTH], and the norm of each gradient that this pass has.
         """
 
 

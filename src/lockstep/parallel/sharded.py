@@ -34,7 +34,7 @@ class ShardedDriver(MicroBatchDriver):
     def __init__(
         self, model: nn.Module, setup: DriverSetup, role: RankRole, hooks_on_sums: Mapping[str, ParameterHooks]
     ):
-        """`hooks_on_sums`: the user's parameter hooks that are called with the gradient sums of a step."""
+        """`hooks_on_sums`: the user's parameter hooks that are called with the gradient sums of a pass."""
         super().__init__(model, setup, replace(role, replicated=False))
         self._hooks_on_sums = hooks_on_sums
 

@@ -72,10 +72,10 @@ class RunningStatistics(StepPart):
 
         self._micro: MicroBatch | None = None  # the micro-batch whose forward may be running
         self._trains = False  # whether a layer was in train mode when that micro-batch began
-        self._steps = 0  # steps since the statistics were combined; the same number on all ranks
+        self._passes = 0  # passes since the statistics were combined; the same number on all ranks
         self._warned = False  # about micro-batches that ran the layers unequally often
 
-    # ---- in a step ----
+    # ---- in a pass ----
 
     def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
         # A single process only has to undo padding: this micro-batch, or the one before it, if `_micro` is still set.
@@ -94,9 +94,9 @@ class RunningStatistics(StepPart):
         self._trains = any(layer.training for layer in self.layers)
 
     def end_pass(self, progress: PassProgress) -> None:
-        """Account for the micro-batches that other ranks ran after this rank's last one, at the end of a step."""
+        """Account for the micro-batches that other ranks ran after this rank's last one."""
         self._end_micro_batch()
-        self._steps += 1
+        self._passes += 1
         if self.dp_group.world.alone or not self._buffers.known:
             return
 
@@ -105,7 +105,7 @@ class RunningStatistics(StepPart):
         count = batches.global_num_micro_batches or batches.num_micro_batches * self.dp_group.world.size
         later = (count - 1 - self._position).clamp(min=0)
 
-        # We assume that a layer which this rank never ran in the step, not even for padding, ran on no other rank.
+        # We assume that a layer which this rank never ran in the pass, not even for padding, ran on no other rank.
         self._fade(torch.where(self._ran, later, 0))
         self._position.fill_(-1)
         self._ran = torch.zeros_like(self._ran)
@@ -160,15 +160,15 @@ class RunningStatistics(StepPart):
         self._sum = self._sum * decay[self._buffers.layer_of]
         self._weight = self._weight * decay
 
-    # ---- outside a step ----
+    # ---- outside a pass ----
 
     def combine(self) -> None:
         """Write the running statistics of a single process into the buffers of all ranks. Collective."""
-        if not self._steps or self.dp_group.world.alone:
+        if not self._passes or self.dp_group.world.alone:
             return
 
         # Other code may have written into the buffers since the last forward: then these are what counts.
-        self._steps = 0
+        self._passes = 0
         if self._buffers.changed():
             self._restart()
 
@@ -218,7 +218,7 @@ class RunningStatistics(StepPart):
         self._local_updates = torch.zeros_like(buffers.updates)
 
         # Per layer (L,): the last micro-batch that ran it, as an index in the global step; how often a micro-batch runs
-        # it; whether this rank ran it in this step.
+        # it; whether this rank ran it in this pass.
         self._position = torch.full_like(buffers.updates, -1.0)
         self._runs = torch.ones_like(buffers.updates)
         self._ran = torch.zeros_like(buffers.updates, dtype=torch.bool)

@@ -56,9 +56,9 @@ class CommHook:
         raise NotImplementedError
 
     def prepare(self, grad_output: Tensor, control_word: ControlWord | None) -> None:
-        """Called before every backward, with the loss scale (0 for padding).
+        """Prepare for a backward. `grad_output` is the loss scale, or 0 for padding.
 
-        Before the last backward of a step it also gets the control word.
+        Only the last backward of a pass, which reduces, has a control word.
         """
 
     @property
@@ -67,7 +67,7 @@ class CommHook:
         return {}
 
     def finish(self) -> None:
-        """Called after the last bucket of a step has been reduced."""
+        """End a pass: its last bucket has been reduced."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
         pairs = zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)

@@ -67,7 +67,7 @@ class DDPDriver(MicroBatchDriver):
     """Replicas of the model. torch's DDP reduces their gradients in buckets while the backward runs.
 
     The task calls its own model, which is not wrapped. All that DDP does in its own forward is to prepare for the
-    backward that follows. So it gets the loss instead of a batch, right before the last backward of a step, and it does
+    backward that follows. So it gets the loss instead of a batch, right before the last backward of a pass, and it does
     not matter which part of the model the loss has called, or how often.
     """
 
@@ -134,7 +134,7 @@ class DDPDriver(MicroBatchDriver):
         if self.hook:
             self.hook.prepare(grad_output, control_word)
 
-        # Before the last backward of the step, gradients only accumulate on this rank.
+        # Before the last backward of the pass, gradients only accumulate on this rank.
         if control_word is None:
             backward_unchecked((total,), (grad_output,))
         else:
@@ -142,7 +142,7 @@ class DDPDriver(MicroBatchDriver):
             self._check_complete()
 
     def _backward_and_reduce(self, total: Tensor, grad_output: Tensor, control_word: ControlWord) -> None:
-        """Run the last backward of a step. DDP reduces each bucket as soon as its gradients are there."""
+        """Run the last backward of a pass. DDP reduces each bucket as soon as its gradients are there."""
         # DDP's forward returns the loss as it is, and prepares DDP: it now expects one gradient of every parameter.
         with torch.enable_grad():
             total = self._ddp(total)
@@ -163,8 +163,8 @@ class DDPDriver(MicroBatchDriver):
     def _each_gradient_once(self) -> Iterator[None]:
         """Raise if the backward inside adds to a gradient twice: DDP would reduce it after the first time.
 
-        DDP itself does not notice it if the first time completes the last bucket. Only done in one step, because hooks
-        take time.
+        DDP itself does not notice it if the first time completes the last bucket. Only one backward is checked, because
+        hooks take time.
         """
         self._counts_gradients = False
         seen = set[str]()
@@ -187,7 +187,7 @@ class DDPDriver(MicroBatchDriver):
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter, so that its bucket was not reduced.
 
-        DDP itself reports this one step later and without names, and not at all after the last step.
+        DDP itself reports this one backward later and without names, and not at all after the last one.
         """
         # After the reduction, a gradient is a view of its bucket.
         if self._ddp.gradient_as_bucket_view:

@@ -66,7 +66,7 @@ class OrderedHook(CommHook):
         self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
 
     def prepare(self, grad_output: Tensor, control_word: ControlWord | None) -> None:
-        # DDP runs the hook only in the last backward of a step, which has the control word.
+        # DDP runs the hook only in the last backward of a pass, which has the control word.
         if control_word is not None:
             self._subtrees_by_rank = self._reducer.subtrees_by_rank(self.ranks)
 

@@ -56,7 +56,7 @@ class TreeReducer(StepPart):
         clear_gradients(self.parameters)
 
     def subtrees_by_rank(self, ranks: int) -> list[list[Subtree]]:
-        """Return the subtrees of each rank's partial sums at the end of the step, which any rank can compute."""
+        """Return the subtrees of each rank's partial sums at the end of the pass, which any rank can compute."""
         total = count_micro_batches(self._progress)
         ranges = [rank_range(total, rank, ranks) for rank in range(ranks)]
         return [subtrees_of(indices.start, indices.stop) for indices in ranges]

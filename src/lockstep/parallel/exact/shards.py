@@ -27,7 +27,7 @@ from lockstep.task import MicroBatch
 
 
 class Turn(NamedTuple):
-    """The next backward of a step: one micro-batch on each rank."""
+    """The next backward of a pass: one micro-batch on each rank."""
 
     number: int
     total: int  # micro-batches in the whole step
@@ -37,7 +37,7 @@ class Turn(NamedTuple):
 class ShardReducer(StepPart):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
-    So the ranks take micro-batches in turn: with N ranks, turn k of a step computes micro-batches kN .. kN+N-1, one on
+    So the ranks take micro-batches in turn: with N ranks, turn k of a pass computes micro-batches kN .. kN+N-1, one on
     each rank. The owner of a shard adds their gradients in order along a tree.
     """
 
@@ -45,7 +45,7 @@ class ShardReducer(StepPart):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sharded: Sequence[FSDPModule], ranks: Collectives):
         """`parameters` are those of the `sharded` modules, over all `ranks`."""
-        self.turn: Turn | None = None  # None outside a step
+        self.turn: Turn | None = None  # None outside a pass
         self._parameters = parameters
         self._scalars = [p for p in parameters.values() if p.dim() == 0]
         self._ranks = ranks
@@ -59,7 +59,7 @@ class ShardReducer(StepPart):
         self.turn = None
         self._scalar_terms: list[Tensor] = []  # [2, scalars] for each turn, see _store_scalar_gradients
 
-        # An abandoned step may have left sums behind.
+        # An abandoned pass may have left sums behind.
         for reduction in self._reductions:
             reduction.clear()
 
@@ -80,7 +80,7 @@ class ShardReducer(StepPart):
         return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
     def reduce(self, packed_word: Tensor) -> tuple[Tensor, Tensor]:
-        """Finish the sums of a step. Return the summed control word [LENGTH], and the norm of each gradient."""
+        """Finish the sums of a pass. Return the summed control word [LENGTH], and the norm of each gradient."""
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
         if any(tree.partial_sums for reduction in self._reductions for tree in reduction.trees.values()):
             raise UserError(
@@ -170,7 +170,7 @@ class _OrderedReduceScatter(torch_private.ReduceScatter):
         self._reducer = reducer
         self._last: dict[torch.dtype, Turn] = {}  # the last turn whose gradients of the dtype were reduced
 
-        # Which parameters have a gradient in this turn, and had one in the first turn of the step.
+        # Which parameters have a gradient in this turn, and had one in the first turn of the pass.
         self._parameters = torch_private.grouped_parameters(module)
         self._present: list[bool] = []
         self._first: list[bool] | None = None
@@ -192,7 +192,7 @@ class _OrderedReduceScatter(torch_private.ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Add what all ranks have in `input_tensor` for this rank's shard. The last turn writes `output_tensor`."""
-        # Outside a step there are no turns: every backward is a whole sum, of one micro-batch on each rank.
+        # Outside a pass there are no turns: every backward is a whole sum, of one micro-batch on each rank.
         current = self._reducer.turn or Turn(0, group.size(), is_last=True)
 
         if current is self._last.get(input_tensor.dtype):

@@ -2,6 +2,6 @@
 
 sharding.py shards a model in place, and driver.py runs it.
 collective_check.py checks that all ranks use the same parameters, because torch does not.
-forward_checks.py finds in the first step what FSDP would lose of a forward, and gathers for what a block keeps.
+forward_checks.py finds in the first pass what FSDP would lose of a forward, and gathers for what a block keeps.
 torch_private.py has all that is used of torch's private FSDP2.
 """

@@ -4,14 +4,14 @@ Under FSDP every rank must gather the same parameter groups, and reduce the grad
 same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
 parameters that the rank itself used, and does not compare ranks: if only some ranks use a part of the model, gloo
 aborts, and nccl hangs or adds gradients of different parameters. So before each of these collectives the ranks compare
-what they are about to do: always over gloo, and only in the first steps over nccl, where the host must wait.
+what they are about to do: always over gloo, and only in the first passes over nccl, where the host must wait.
 
-A part that no rank uses in a step is fine: it is not gathered and gets no gradient. In a pipeline, the replicas of one
+A part that no rank uses in a pass is fine: it is not gathered and gets no gradient. In a pipeline, the replicas of one
 stage are compared.
 
 There is a public way to intercept gathers (`set_custom_all_gather`), but none that sees which parameters have a
-gradient before they are reduced (torch_private.py). What torch does without this
-module is in tests/ranks/test_collective_check.py, which fails when torch no longer needs it.
+gradient before they are reduced (torch_private.py). tests/ranks/test_collective_check.py shows what torch does without
+this module, and fails when torch no longer needs it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lockstep.parallel.fsdp import torch_private
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
-FIRST_STEPS = 3  # the steps that are compared over nccl
-END, GATHER, REDUCE = range(3)  # the next action of a rank; END: it has finished the step's last backward
+FIRST_PASSES = 3  # the passes that are compared over nccl
+END, GATHER, REDUCE = range(3)  # the next action of a rank; END: it has finished the last backward of the pass
 VERBS = ("is done", "is about to use", "has a gradient for")
 
 
@@ -53,7 +53,7 @@ class CollectiveCheck:
         `model` is sharded over all ranks. In a pipeline, only this rank's `stages` are, over their `dp_group`.
         """
         self.runtime = runtime
-        self.steps = 0
+        self._passes = 0
         self.among = dp_group or runtime.collectives
         self.groups: list[list[str]] = []  # the parameter names of each parameter group
         self._in_mesh = False  # whether mesh.tp or mesh.pp is set, which excludes strategy=zero1
@@ -75,11 +75,11 @@ class CollectiveCheck:
                 self._in_mesh = "dp" in torch_private.mesh_axes(module)
 
     def begin_pass(self) -> None:
-        self.steps += 1
+        self._passes += 1
 
     @property
     def compares(self) -> bool:
-        return self.runtime.backend == "gloo" or self.steps <= FIRST_STEPS
+        return self.runtime.backend == "gloo" or self._passes <= FIRST_PASSES
 
     def compare(self, action: int, number: int = 0, has_gradient: tuple[bool, ...] = ()) -> None:
         """Compare this rank's next `action` on parameter group `number` with the other ranks' next actions.

@@ -146,7 +146,7 @@ class FSDPDriver(ShardedDriver):
             self._forward_checks.check_graph([total])
             super()._run_backward(total, grad_output, control_word)
 
-        self._forward_checks.check_step()
+        self._forward_checks.check_pass()
         if control_word is not None:
             self._collective_check.compare(END)
 

@@ -1,4 +1,4 @@
-"""What FSDP would lose of a model's forward: found in the first step, and kept where that is possible.
+"""What FSDP would lose of a model's forward: found in the first pass, and kept where that is possible.
 
 FSDP gathers the parameters of a block for its forward, and again when the backward reaches a tensor that the block
 returned. It passes copies of the containers that a block is given. So these would be lost, or end in a crash:
@@ -9,7 +9,7 @@ returned. It passes copies of the containers that a block is given. So these wou
 - a tensor that a block keeps and does not return: its backward reads parameters that have been freed
 
 The last is gathered for if it is an attribute of one of the block's modules; that is looked for in every forward. All
-else is an error in the first step, and costs nothing in later ones.
+else is an error in the first pass, and costs nothing in later ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ForwardChecks:
     """Watches the forwards of all sharded modules.
 
     The driver calls `begin_pass` before the first forward of each pass, `check_graph` before each backward, and
-    `check_step` after it.
+    `check_pass` after it.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[FSDPModule], originals: Originals, config: RunConfig):
@@ -61,7 +61,7 @@ class ForwardChecks:
         self._originals = originals
         self.strategy = config.strategy
         self._reshards = config.strategy_record.reshard_after_forward
-        self._steps = 0
+        self._passes = 0
         self._changed: list[Tensor] = []  # shards of the parameters that a forward has changed
 
         # The caller's containers from whose copies a forward has removed entries, each with the error.
@@ -73,16 +73,16 @@ class ForwardChecks:
             torch_private.watch_forwards(module, watch.before, watch.after)
 
     @property
-    def in_first_step(self) -> bool:
-        return self._steps == 1
+    def in_first_pass(self) -> bool:
+        return self._passes == 1
 
     def begin_pass(self) -> None:
-        self._steps += 1
+        self._passes += 1
         self._calls.clear()
 
     def check_graph(self, outputs: Sequence[Tensor]) -> None:
         """Raise if a backward from `outputs` would use parameters that FSDP does not gather for it."""
-        if not (self._reshards and self.in_first_step):
+        if not (self._reshards and self.in_first_pass):
             return
 
         nodes = {node._sequence_nr(): node for node in autograd_nodes(output.grad_fn for output in outputs)}
@@ -98,9 +98,9 @@ class ForwardChecks:
                     f"{self.name_of(call.module)} keeps a tensor that it computed with {self._names[id(used)]!r}"
                 )
 
-    def check_step(self) -> None:
-        """Raise if the first step has shown something that FSDP loses."""
-        if self.in_first_step:
+    def check_pass(self) -> None:
+        """Raise if the first pass has shown something that FSDP loses."""
+        if self.in_first_pass:
             self._shortened.clear()
             self._check_originals()
             self.check_unchanged()
@@ -189,7 +189,7 @@ class _Watch:
             return
 
         self._start = _autograd._get_sequence_nr()
-        if self._checks.in_first_step:
+        if self._checks.in_first_pass:
             # In a pipeline the last micro-batch's backward may not have begun, and would end in an error of torch's.
             self._checks.check_unchanged()
             pairs = list(zip(_inside(passed), _inside(received), strict=True))
@@ -207,7 +207,7 @@ class _Watch:
         for tensor in kept:
             torch_private.gather_before_backward(self._module, tensor)
 
-        if self._checks.in_first_step:
+        if self._checks.in_first_pass:
             self._check_containers(output)
             self._check_parameters()
 

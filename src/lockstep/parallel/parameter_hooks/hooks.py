@@ -4,7 +4,7 @@ Sharding replaces parameters and would silently drop their hooks. So the hooks a
 drivers call them, always with a full gradient:
 
     one process, ddp, zero1, fsdp    the gradient of each micro-batch, before it is added to others
-    tp and pp, alone or in a mesh    the sum of the step over micro-batches and ranks, gathered from its shards
+    tp and pp, alone or in a mesh    the sum over micro-batches and ranks, gathered from its shards
 
 Both are correct only for a linear hook: hook(a + b) = hook(a) + hook(b). probe.py tests for linearity, and hooks that
 are not linear are refused.
@@ -109,7 +109,7 @@ def register_hooks(hooks: Mapping[str, ParameterHooks], parameters: Mapping[str,
 
 
 def change_sums(hooks: Mapping[str, ParameterHooks], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Apply the hooks to the gradient sums of a step, of which each rank may hold a shard. Collective.
+    """Apply the hooks to the gradient sums of a pass, of which each rank may hold a shard. Collective.
 
     Both `hooks` and `parameters` are by name.
     """

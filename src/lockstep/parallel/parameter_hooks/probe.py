@@ -27,7 +27,7 @@ MAX_ELEMENTS = 2**20  # larger tensors are not restored
 
 
 def call_hooks(on_gradient: Hooks, after_accumulation: Hooks, grad: Tensor, parameter: Callable[[], Tensor]) -> Tensor:
-    """Return `grad` as the hooks change it. They are called as torch calls them in the first backward of a step."""
+    """Return `grad` as the hooks change it. They are called as torch calls them in the first backward of a pass."""
     for hook in list(on_gradient.values()):
         changed = hook(grad)
         grad = grad if changed is None else changed

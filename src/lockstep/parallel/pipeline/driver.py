@@ -33,7 +33,7 @@ from lockstep.task import Loss, StepBatches
 
 
 class PipelineDriver(Driver):
-    """Runs all micro-batches of a step at once, stage by stage."""
+    """Runs all micro-batches of a pass at once, stage by stage."""
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
         """Split `model`, which is a full model on the CPU. A trace of its forward reads two of the samples."""
@@ -53,7 +53,7 @@ class PipelineDriver(Driver):
         self._tp_group = axes.along("tp")
         self._names = list(self.parameters)
         self._holding_ranks = placed.holding_ranks
-        self._hooks_on_sums = setup.hooks  # called with the gradient sums of a step
+        self._hooks_on_sums = setup.hooks  # called with the gradient sums of a pass
 
         # What sums the gradients.
         holders = [placed.pp_ranks[name] for name in self._names]
@@ -116,7 +116,7 @@ class PipelineDriver(Driver):
             try:
                 loss = self._pipeline.forward(intercepted, first.data, loss_gradients=True)
             except UserError as error:
-                self._pipeline.refusal = error  # all ranks raise it, at the end of the step
+                self._pipeline.refusal = error  # all ranks raise it, at the end of the pass
 
             progress.find_reference_weight(first, 0.0 if loss is None else loss.weight)
 
@@ -191,14 +191,14 @@ class PipelineDriver(Driver):
         # The other ranks learn of an error with the flags.
         if self._forward_checks:
             try:
-                self._forward_checks.check_step()
+                self._forward_checks.check_pass()
             except UserError as error:
                 self._pipeline.refusal = self._pipeline.refusal or error
 
         # First sum the control word, together with flags that say which parameters a rank used. On a GPU the host waits
         # for them, because they decide what is summed.
         used = self._gradients.used()
-        flags = torch.tensor([*self._pipeline.step_flags(), *used, *self._remote.used()], dtype=torch.float64)
+        flags = torch.tensor([*self._pipeline.pass_flags(), *used, *self._remote.used()], dtype=torch.float64)
         packed, counts = sum_with_word(self._codec.pack(control_word), flags, self._runtime.collectives)
         refused, reached, *found = [count > 0 for count in counts.tolist()]
         if refused:
@@ -214,7 +214,7 @@ class PipelineDriver(Driver):
         # Then sum the gradients, and call the user's hooks with the sums.
         self._gradients.sum(used_anywhere)
         change_sums(self._hooks_on_sums, self.parameters)
-        return packed, self._gradients.step_norms()
+        return packed, self._gradients.gradient_norms()
 
     def _raise_refusal(self) -> NoReturn:
         """Raise a UserError on all ranks: of the loss, which only the last stage calls, or of a stage's forward."""

@@ -82,7 +82,7 @@ def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
 
 
 class Pipeline:
-    """Runs the micro-batches of a step, or one batch of an evaluation, through this rank's stages.
+    """Runs the micro-batches of a pass, or one batch of an evaluation, through this rank's stages.
 
     The order of forwards and backwards is torch's schedule. The ranks of a pipeline exchange activations and their
     gradients, whose shapes are found with a first forward and may change from step to step.
@@ -125,7 +125,7 @@ class Pipeline:
         self.local_stages = {n: stage for n, stage in enumerate(stages) if n % pp.world.size == pp.world.rank}
 
         # On the rank that computes the loss: the error that the loss raised, and whether a backward from the loss
-        # reached the model's output in this step.
+        # reached the model's output in this pass.
         self.refusal: UserError | None = None
         self.reached = False
         self.outputs: list[Tensor] = []  # the model's, while a loss is computed with gradients
@@ -157,7 +157,7 @@ class Pipeline:
 
             self._prepare(shape, len(group)).run([(micro_batches[n], inputs[n]) for n in group], loss_fn, progress)
 
-    def step_flags(self) -> list[bool]:
+    def pass_flags(self) -> list[bool]:
         """Return whether the loss raised a UserError, and whether its backward reached the model's output."""
         return [self.refusal is not None, self.reached]
 

@@ -20,7 +20,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.pipeline.stages import named_tensors
 from lockstep.task import Loss
 
-FIRST_STEPS = 3  # the steps that are checked for NaN on a GPU, where the host must wait for the value
+FIRST_PASSES = 3  # the passes that are checked for NaN on a GPU, where the host must wait for the value
 
 
 class RemoteTensors:
@@ -53,7 +53,7 @@ class RemoteTensors:
 
         `compute_loss` computes the loss from the model's `output`.
         """
-        if self._read or not self._tensors or (loss.total.is_cuda and self._passes > FIRST_STEPS):
+        if self._read or not self._tensors or (loss.total.is_cuda and self._passes > FIRST_PASSES):
             return bool(self._read)
 
         # A NaN may have other causes. A second call of the loss shows which tensors it reads.

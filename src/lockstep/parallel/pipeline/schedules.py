@@ -102,7 +102,7 @@ class _ScheduledStage(nn.Module):
         finally:
             pipeline.outputs = []
 
-        # All ranks will raise an error at the end of the step. Until then the other stages wait for a backward, which
+        # All ranks will raise an error at the end of the pass. Until then the other stages wait for a backward, which
         # must reach every tensor of the output. Without any that has a gradient it reaches nothing.
         nothing = torch.zeros((), device=pipeline.pp.device, requires_grad=True)
         return torch.stack([nothing, *(leaf.float().sum() for leaf in leaves)]).sum()

@@ -63,7 +63,7 @@ class StageGradients:
         self._tied = _tied_groups(runtime, axes.mesh, [tuple(sorted(users)) for users in pp_ranks])
 
     def used(self) -> list[bool]:
-        """Return, for each parameter, whether this rank holds it and its stages have used it in this step."""
+        """Return, for each parameter, whether this rank holds it and its stages have used it in this pass."""
         pairs = zip(self._is_held, self._parameters, strict=True)
         return [is_held and p.grad is not None for is_held, p in pairs]
 
@@ -87,7 +87,7 @@ class StageGradients:
 
         broadcast_unsharded_gradients(trained, self._tp_group)
 
-    def step_norms(self) -> Tensor:
+    def gradient_norms(self) -> Tensor:
         """Return the norms of the summed gradients, one for each parameter of all stages: [parameters]. Collective."""
         squared = torch.zeros(len(self._parameters), dtype=torch.float64, device=self._runtime.device)
         triples = enumerate(zip(self._parameters, self._is_held, strict=True))
