@@ -45,7 +45,7 @@ def open_source(data: Any, collate: Collate, options: SourceOptions) -> BatchSou
     dataset = data.dataset if isinstance(data, Sampled) else data
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     _check_readable(dataset, is_stream, options.config)
-    return (_open_stream if is_stream else _open_map)(data, collate, options)
+    return _open_stream(data, collate, options) if is_stream else _open_map(data, collate, options)
 
 
 def _open_map(data: Any, collate: Collate, options: SourceOptions) -> MapSource:

@@ -115,9 +115,10 @@ class Stepper:
         # The schedule follows the applied steps, so a skipped one does not move it. On a GPU the previous outcome is
         # not known yet: if it is a skip, this step's rate is one point ahead.
         self.lr = self.learning_rate.set(self.steps_applied)
-        self.steps_done += progress.ends_step
+        if progress.ends_step:
+            self.steps_done += 1
 
-        # The norm of all norms is the norm of the whole gradient, shape (). The sum is not divided by its weight yet.
+        # The norm () of all norms is that of the whole gradient. It is still a sum, not divided by its weight.
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.outcomes_are_late:
             return self._apply_late(progress, reduced, norm, indices)
@@ -125,7 +126,7 @@ class Stepper:
         return self._apply_now(progress, reduced, norm, indices)
 
     def _apply_now(self, progress: PassProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]) -> StepResult:
-        """Wait for the control word and the norm, then apply the step to these optimizers, or do not."""
+        """Wait for the control word and the norm, then step these optimizers unless the step must be skipped."""
         word, weight = self._wait_for_word(reduced)
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
 
@@ -140,8 +141,59 @@ class Stepper:
         # A step counts as applied if any of its passes is.
         self._status.add_update(not outcome.applied)
         self._status.applied |= outcome.applied
-        self.steps_applied += progress.ends_step and self._status.applied
+        if progress.ends_step and self._status.applied:
+            self.steps_applied += 1
+
         return self._conclude(outcome)
+
+    def _conclude(self, outcome: Outcome) -> StepResult:
+        """Add the losses to the interval of the next log line, or react to a skip."""
+        if outcome.applied:
+            self._interval.add_losses(outcome.progress.losses, outcome.progress.metrics)
+
+        result = self.outcome_handler.handle(outcome)
+        if result.skip_reason:
+            self._interval.note_skip()
+
+        return result
+
+    # ---- the factor ----
+
+    def _wait_for_word(self, reduced: Reduced) -> tuple[SummedWord, float]:
+        """Return the summed control word and its weight. On a GPU the host waits here for the device.
+
+        A weight of 0, where no term counts, is returned as nan. The norm then becomes nan too, and nothing is applied.
+        """
+        word = reduced.codec.unpack(reduced.packed_word.tolist())
+        return word, word.weight or math.nan
+
+    def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
+        """Return the norm of the mean loss's gradient, and the factor by which to multiply the summed gradients.
+
+        `norm` and `weight` are numbers, or tensors of shape () on the device.
+        """
+        to_mean = self._to_mean(reduced, weight)
+        grad_norm = norm * to_mean
+        return grad_norm, to_mean * self.update.clip_factor(grad_norm)
+
+    def _to_mean(self, reduced: Reduced, weight: Any) -> Any:
+        """Return the factor that turns the reduced gradients into the gradient of the mean loss."""
+        # Without a scaler, skip the multiplication by 1: on a GPU it would launch a kernel in every step.
+        if self.scaler:
+            weight = weight * self.scaler.factor_on_sums
+
+        return reduced.to_sum / weight
+
+    # ---- late outcomes ----
+
+    @property
+    def outcomes_are_late(self) -> bool:
+        """Whether the device decides about an update, and the host reads the outcome one step late, so it never waits.
+
+        This is impossible with sharded parameters, or if an optimizer cannot skip on the device (`choose_kernels`), or
+        if the next loss scale of fp16 depends on the outcome. On a CPU there is nothing to gain.
+        """
+        return self.update.skips_on_device and self.context.runtime.on_gpu and not self.context.scaler
 
     def _apply_late(
         self, progress: PassProgress, reduced: Reduced, norm: Tensor, indices: Sequence[int]
@@ -162,7 +214,8 @@ class Stepper:
 
         # The next rate depends on these counts. Most steps are applied; `read_late_outcome` takes them back otherwise.
         self.learning_rate.count_step(indices)
-        self.steps_applied += progress.ends_step
+        if progress.ends_step:
+            self.steps_applied += 1
 
         # Read the previous outcome: only now, while the device is busy with this step.
         previous = self.read_late_outcome()
@@ -171,28 +224,6 @@ class Stepper:
             self._status, progress, reduced, indices, loss_limit, not_applied, grad_norm
         )
         return previous
-
-    def _conclude(self, outcome: Outcome) -> StepResult:
-        """Add the losses to the interval of the next log line, or react to a skip."""
-        if outcome.applied:
-            self._interval.add_losses(outcome.progress.losses, outcome.progress.metrics)
-
-        result = self.outcome_handler.handle(outcome)
-        if result.skip_reason:
-            self._interval.note_skip()
-
-        return result
-
-    # ---- late outcomes ----
-
-    @property
-    def outcomes_are_late(self) -> bool:
-        """Whether the device decides about an update, and the host reads the outcome one step late, so it never waits.
-
-        This is impossible with sharded parameters, or if an optimizer cannot skip on the device (`choose_kernels`), or
-        if the next loss scale of fp16 depends on the outcome. On a CPU nothing is to be gained.
-        """
-        return self.update.skips_on_device and self.context.runtime.on_gpu and not self.context.scaler
 
     def read_late_outcome(self) -> StepResult | None:
         """Wait for the late outcome and return its result, or None if there is no late outcome."""
@@ -206,7 +237,8 @@ class Stepper:
 
         # `_apply_late` has counted the step with its last pass. By now the outcomes of all earlier passes are known.
         late.status.applied |= outcome.applied
-        self.steps_applied -= late.progress.ends_step and not late.status.applied
+        if late.progress.ends_step and not late.status.applied:
+            self.steps_applied -= 1
 
         # The device has decided about the update long ago: this can only end the run.
         self.outcome_handler.check(outcome)
@@ -252,33 +284,6 @@ class Stepper:
             self._interval.note_skip()
 
         return result
-
-    # ---- the factor ----
-
-    def _wait_for_word(self, reduced: Reduced) -> tuple[SummedWord, float]:
-        """Return the summed control word and its weight. On a GPU the host waits here for the device.
-
-        A weight of 0, where no term counts, is returned as nan. The norm then becomes nan too, and nothing is applied.
-        """
-        word = reduced.codec.unpack(reduced.packed_word.tolist())
-        return word, word.weight or math.nan
-
-    def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the norm of the mean loss's gradient, and the factor by which to multiply the summed gradients.
-
-        `norm` and `weight` are numbers, or tensors of shape () on the device.
-        """
-        to_mean = self._to_mean(reduced, weight)
-        grad_norm = norm * to_mean
-        return grad_norm, to_mean * self.update.clip_factor(grad_norm)
-
-    def _to_mean(self, reduced: Reduced, weight: Any) -> Any:
-        """Return the factor that turns the reduced gradients into the gradient of the mean loss."""
-        # Without a scaler, skip the multiplication by 1: on a GPU it would launch a kernel in every step.
-        if self.scaler:
-            weight = weight * self.scaler.factor_on_sums
-
-        return reduced.to_sum / weight
 
     # ---- around the steps ----
 

@@ -150,8 +150,12 @@ class Update:
         grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
         local = grads if self._replicated else [to_local(grad) for grad in grads]
 
-        # 0 times nan, the mean of no terms, would be nan.
-        torch._foreach_mul_(local, factor) if factor else torch._foreach_zero_(local)
+        # Without any terms the gradients may be nan, and 0 times nan is nan.
+        if factor:
+            torch._foreach_mul_(local, factor)
+        else:
+            torch._foreach_zero_(local)
+
         return grads
 
 

@@ -249,8 +249,9 @@ def _refuse_graph(config: RunConfig) -> None:
 
 
 def _make_driver(model: nn.Module, mesh: Mesh, setup: DriverSetup) -> Driver:
-    """Return the driver that the strategy's record names; in one process there is nothing to share."""
-    if not setup.runtime.world.alone:
-        return resolve_name(setup.config.strategy_record.driver_in(mesh.sizes))(model, setup)
+    """Return the driver of a single process, or on several ranks the one that the strategy's record names."""
+    if setup.runtime.world.alone:
+        return SingleDriver(model, setup)
 
-    return SingleDriver(model, setup)
+    make = resolve_name(setup.config.strategy_record.driver_in(mesh.sizes))
+    return make(model, setup)

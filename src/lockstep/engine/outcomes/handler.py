@@ -71,7 +71,8 @@ class OutcomeHandler:
             self._handle_skip(outcome, result)
             return result
 
-        self.skips_in_a_row, outcome.status.counted_in_a_row = 0, False
+        self.skips_in_a_row = 0
+        outcome.status.counted_in_a_row = False
         self.spikes.add(outcome.mean_loss)
         if self._scaler:
             self._scaler.update(overflowed=False)
@@ -162,20 +163,28 @@ class OutcomeHandler:
 
     def _handle_skip(self, outcome: Outcome, result: StepResult) -> None:
         """Log a skipped step, adapt the loss scale, and apply the policy. Collective: every rank must call it."""
+        # A step counts once, even if several of its passes are skipped.
         status = outcome.status
         is_first = not status.counted_as_skipped
-        status.counted_as_skipped = True
-        self.skipped += is_first
-        reason = self._log_skip(outcome, result)  # first: it logs the loss scale with which the step was computed
+        if is_first:
+            status.counted_as_skipped = True
+            self.skipped += 1
+
+        # Before the scaler changes: the log has the loss scale with which the step was computed.
+        reason = self._log_skip(outcome, result)
 
         # An overflow of fp16 is not a failure: this is how the scaler finds its value.
         if self._handle_overflow(outcome):
-            self._overflows += is_first
+            if is_first:
+                self._overflows += 1
+
             return
 
         # Too many of the others in a row end the run under every policy.
-        self.skips_in_a_row += not status.counted_in_a_row
-        status.counted_in_a_row = True
+        if not status.counted_in_a_row:
+            status.counted_in_a_row = True
+            self.skips_in_a_row += 1
+
         limit = self._config.nonfinite.max_in_a_row
 
         # A spike has a finite gradient; each of the two cases has its own policy.

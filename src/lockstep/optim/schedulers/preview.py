@@ -119,14 +119,20 @@ class Preview:
             for number in range(step if self._is_direct and step else done + 1, step + 1):
                 try:
                     for scheduler in schedulers:
-                        _step_to(scheduler, number) if self._is_direct else scheduler.step()
+                        self._step(scheduler, number)
                 except Exception as error:  # a function of the user, or torch's own check
                     return Failure(number, error)
 
             done = step
             rates[step] = [float(group["lr"]) for group in optimizer.param_groups]
-
         return rates
+
+    def _step(self, scheduler: Any, number: int) -> None:
+        """Bring a scheduler to step `number`: at once if it is direct, or else from the step before."""
+        if self._is_direct:
+            _step_to(scheduler, number)
+        else:
+            scheduler.step()
 
     def _first(self, failure: Failure) -> Failure:
         """Return the first step that fails. Stepwise, it is known already."""

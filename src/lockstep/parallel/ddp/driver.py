@@ -230,7 +230,10 @@ class FlatReduceDriver(MicroBatchDriver):
 
 def make_driver(model: nn.Module, setup: DriverSetup) -> Driver:
     """Return the driver for replicas: torch's DDP, unless some parameters may get no gradient."""
-    return (FlatReduceDriver if setup.config.ddp.find_unused_parameters else DDPDriver)(model, setup)
+    if setup.config.ddp.find_unused_parameters:
+        return FlatReduceDriver(model, setup)
+
+    return DDPDriver(model, setup)
 
 
 def _make_ddp(carrier: _WithControlWord, config: DDPConfig, parameters: Sequence[nn.Parameter]) -> FixedBucketsDDP:
