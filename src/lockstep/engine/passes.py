@@ -21,7 +21,7 @@ class StepStatus:
     step: int
     updates: int = 0  # passes so far that ended with an update, applied or not
     applied: bool = False  # whether the host knows of a pass that was applied
-    not_applied: bool | Tensor = True  # the opposite; on a GPU a tensor (), since the device knows it first
+    not_applied: bool | Tensor = True  # the opposite; where the device decides a tensor (), which is known earlier
 
     # Whether the step is counted already: `OutcomeHandler` counts the first of several skipped passes.
     counted_as_skipped: bool = False
@@ -35,8 +35,11 @@ class StepStatus:
         self.not_applied = not_applied if self.not_applied is True else self.not_applied & not_applied
 
     def complete(self, result: StepResult) -> StepResult:
-        """Return the result of a pass of this step as the result of the step."""
-        return result if result.applied or not self.applied else replace(result, applied=True, skip_reason=None)
+        """Return the result of this step from the newest result of its passes. An earlier one may be applied."""
+        if result.applied or not self.applied:
+            return result
+
+        return replace(result, applied=True, skip_reason=None)
 
 
 class RepeatedBatches:

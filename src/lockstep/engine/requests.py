@@ -95,7 +95,7 @@ class Requests:
         self.accept(result)
         self._unreported = result
         if note_source:
-            self.source.note_result(self.stepper.of_step(result))
+            self.source.note_result(self.stepper.step_result(result))
 
         return result
 

@@ -217,25 +217,25 @@ class Run:
         """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
         `result` is what the step has returned: its own, or on a GPU that of the previous step, or None if that was read
-        in between. Return the one that this step reports (see `engine/requests.py`). If steps have several passes, all
-        of these are results of passes; the source, the hooks and the log get them as results of steps.
+        in between. Return the one that this step reports (see `engine/requests.py`). If steps have several passes, both
+        are results of passes; the source, the hooks and the log get results of steps.
         """
         for part in self.driver.parts:
             part.end_step(self.progress)
 
         # A checkpoint that is saved after this line resumes after these samples.
-        self.source.commit(batches, result and self.stepper.of_step(result))
+        self.source.commit(batches, result and self.stepper.step_result(result))
 
-        # What ranks ask of each other. Only the last step waits for its own result.
+        # Act on the requests of all ranks. Only the last step waits for its own result.
         steps_done = self.steps_done
         self.requests.accept(result)
         is_last = steps_done == self.plan.steps or self.requests.stop_agreed
         if is_last:
             self.requests.accept_late()
 
-        result = self.requests.to_report(result)
-        reported = result and self.stepper.of_step(result)
-        self.log.end_step(batches.global_num_samples, reported, is_last, self._waits_s)
+        reported = self.requests.to_report(result)
+        step_result = reported and self.stepper.step_result(reported)
+        self.log.end_step(batches.global_num_samples, step_result, is_last, self._waits_s)
         self._waits_s = []
 
         # Iterating over all modules is too slow for every step.
@@ -247,7 +247,7 @@ class Run:
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if self._has_after_step:
             self.runtime.heartbeat.beat("user code", steps_done)
-            self.hooks.after_step(reported)
+            self.hooks.after_step(step_result)
             self.runtime.heartbeat.beat("data")
 
         # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a
@@ -255,7 +255,7 @@ class Run:
         if self.trained_model.average:
             self.trained_model.average.update(self.stepper.not_applied)
 
-        return result
+        return reported
 
     def _request_what_is_due(self) -> None:
         """Put requests that this rank's clock makes due, and a failed save, into the next control word."""

@@ -256,10 +256,11 @@ class Stepper:
         """Whether no pass of the current step is applied; a tensor () where only the device knows yet."""
         return self._status.not_applied
 
-    def of_step(self, result: StepResult) -> StepResult:
-        """Return the newest known result of a pass as that of its step: the current step or the one before it."""
+    def step_result(self, result: StepResult) -> StepResult:
+        """Return the result of the current step, or of the one before it, from the newest result of its passes."""
         is_current = result.step == self._status.step
-        return (self._status if is_current else self._previous_status).complete(result)
+        status = self._status if is_current else self._previous_status
+        return status.complete(result)
 
     def measure(self, progress: PassProgress, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""

@@ -20,7 +20,7 @@ class FakeStepper:
         self.steps_done = steps_done
         self._late = late
 
-    def of_step(self, result: Any) -> Any:
+    def step_result(self, result: Any) -> Any:
         return result
 
     def set_flags(self, **flags: bool) -> None:
