@@ -51,20 +51,21 @@ class SourceOptions:
         if pin_memory == "auto":
             return self.device.type == "cuda"
 
-        # As asked, but without an accelerator there is nothing to pin for, and torch would warn of it.
+        # Without an accelerator pinning has no use, and torch would warn about it.
         return pin_memory and (self.device.type != "cpu" or torch.accelerator.is_available())
 
 
 class DatasetSource(BatchSource):
     """A source that reads the user's dataset.
 
-    `_loader_batches` is set while worker processes read it; `close` ends them.
-    The first step of a run compares what ranks and worker processes read, by what a source says here.
+    The first step of a run compares what ranks and worker processes have read. `same_on_all_ranks` and `read_again`
+    are for that.
     """
 
     # The first sample of a stream, or the names of its files; None if it is not known.
     same_on_all_ranks: Any = None
-    _loader_batches: Iterator[Any] | None = None
+
+    _loader_batches: Iterator[Any] | None = None  # set while worker processes read; `close` ends them
 
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.collate = collate
@@ -74,7 +75,7 @@ class DatasetSource(BatchSource):
         self._needs_transfer = options.device.type != "cpu"  # on a CPU a batch is there as soon as it has been read
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Read a micro-batch again, in another process than the first time. Return None if it need not be the same."""
+        """Read a micro-batch again, in a process other than the first time. None: it need not be the same."""
         return None
 
     def close(self) -> None:

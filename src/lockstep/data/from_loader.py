@@ -103,7 +103,7 @@ def take_evaluation_loader(loader: DataLoader, collate: Collate) -> tuple[Any, C
     """
     _refuse_unknown(loader)
 
-    # That a stream cannot be evaluated on is said where all datasets are checked.
+    # A stream has no sampler here. `check_data` refuses it, as it does without a loader.
     sampler, _ = _take_sampler(loader)
     if sampler is not None:
         raise UserError(
@@ -161,7 +161,7 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     sampler: Any = loader.batch_sampler.sampler
     dataset: Any = loader.dataset
 
-    # One that chooses from another number of samples is kept here. `as_sampler` refuses it later, or lists its ids.
+    # A sampler over another number of samples is kept: `as_sampler` later refuses it, or lists its ids.
     if not covers(sampler, len(dataset)):
         return sampler, None
 

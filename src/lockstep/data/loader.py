@@ -120,7 +120,7 @@ class SampleReader:
         """Call a function of the dataset; an error gets the ids of the samples."""
         try:
             return read(key)
-        except StopIteration as error:  # it would end the generators that yield the batches, without a word
+        except StopIteration as error:  # it would silently end the generators that yield the batches
             name_samples(error, ids, request.where)
             raise RuntimeError("the dataset raised StopIteration") from error
         except Exception as error:  # the dataset is the user's code

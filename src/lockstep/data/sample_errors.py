@@ -94,14 +94,14 @@ class _SendCheck(pickle.Pickler):
 def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check: bool) -> Any:
     """Return the batch from `read`, or a UserError to send in its place. `check`: also check that it can be sent.
 
-    torch would make a RuntimeError of an error that is raised.
+    An error that is raised instead would reach the rank as a RuntimeError of torch.
     """
     try:
         batch = read()
         if check:
             check_sendable(batch, ids, where)
     except UserError as error:
-        # Its texts alone: a subclass of the user's, or what is attached to it, need not survive being pickled.
+        # Only its texts: a subclass of the user's, or other attributes of the error, may not survive pickling.
         return UserError(error.problem, error.found, error.fix)
     except RuntimeError as error:
         if not _IN_A_FORK.search(str(error)):

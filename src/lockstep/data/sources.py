@@ -147,7 +147,7 @@ def _refuse_reading(data: BatchSource, config: DataConfig) -> None:
 
 
 def check_is_data(data: Any) -> None:
-    """Refuse None, which a function without a return gives. To count its steps would give the wrong advice."""
+    """Refuse None, the result of a function without `return`: it would be taken for a stream without a length."""
     if data is None:
         raise UserError(
             "the training data is None, not a dataset", "", "pass a dataset to run.steps, or return one from data()"

@@ -2,8 +2,8 @@
 
 Windows and micro-batches do not depend on the number of ranks. Each rank gets a contiguous range of micro-batches.
 A *position* counts the samples of all epochs in order: epoch 0, then epoch 1, and so on, without an end. An *offset*
-counts those of one epoch. `StepOrder` is all of this for one run; its state is one position. Nothing here reads a
-sample.
+counts those of one epoch. `StepOrder` puts all of this together for a run; its state is one position. Nothing here
+reads a sample.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies of a dataset in worker processes: they must not share connections, and do not see later changes.
 
 A worker process has a copy of the dataset from the moment it was started. What the main process changes afterwards,
-such as the length of a crop, does not reach it. Training would go on with old values and say nothing; here it is
-noticed.
+such as the length of a crop, does not reach it. Training would silently go on with old values, so such a change is an
+error.
 """
 
 from __future__ import annotations

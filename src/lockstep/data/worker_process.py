@@ -46,7 +46,7 @@ class LoaderBatches(Iterator[Any]):
             for process in self._workers:
                 process.name = WORKER_NAME
         except BaseException:
-            # A preemption before they have their name, for example, between the start of the first and of the last.
+            # A preemption, for example, may come when some have been started and none has its name yet.
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
 

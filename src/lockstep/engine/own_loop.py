@@ -35,7 +35,7 @@ from lockstep.optim.schedulers.user_scheduler import is_scheduler
 from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.micro_batches import runs_whole_model
-from lockstep.runtime import heartbeat
+from lockstep.runtime.heartbeat import waits_in_step
 from lockstep.task import Loss
 
 BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after one of them did
@@ -63,12 +63,11 @@ class OwnRun(BuiltRunView):
         the step). They are returned in the same order. A frozen model, such as a teacher, may be passed alone: it is
         moved to the device.
         """
-
         given = [model, *others]
-        models = [one for one in given if isinstance(one, nn.Module)]
-        schedulers = [one for one in given if is_scheduler(one)]
-        optimizers = [one for one in given if isinstance(one, torch.optim.Optimizer)]
         _check_setup_arguments(given)
+        models = [each for each in given if isinstance(each, nn.Module)]
+        schedulers = [each for each in given if is_scheduler(each)]
+        optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
 
         # Without an optimizer there is nothing to train.
         if not optimizers:
@@ -89,7 +88,7 @@ class OwnRun(BuiltRunView):
         # One model is returned as it is. The setting `optimizer` may have replaced optimizers.
         replaced: dict[int, Any] = {id(model): proxy for model, proxy in zip(models, several or models, strict=True)}
         replaced |= {id(own): new for own, new in zip(optimizers, trained.optimizers.all, strict=True)}
-        return tuple(replaced.get(id(one), one) for one in given)
+        return tuple(replaced.get(id(each), each) for each in given)
 
     def _check_setup(self, trained: TrainedModel, optimizers: int) -> None:
         """Raise if a custom loop cannot run this model, or if the user has made another number of optimizers."""
@@ -231,7 +230,6 @@ class OwnRun(BuiltRunView):
         eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss.
         """
         self._check_model("run.evaluate(dataset, loss)")
-
         chosen = make_set(dataset, loss, collate, name=name, monitored=monitor, metrics=metrics or {})
 
         # Before the first step there is no Run yet, and evaluate.batch must be set.
@@ -251,22 +249,18 @@ class OwnRun(BuiltRunView):
         # After a `break` on this rank only, the other ranks would wait forever in a collective. A barrier through the
         # store detects this, and heartbeats detect it before the timeout.
         steps_done = run.steps_done
-
-        beats = run.runtime.heartbeat
-
-        # Inside the loop the other ranks may still be training: wait for them, or name the rank that left.
+        heartbeat = run.runtime.heartbeat
         if self._in_loop:
-            beats.beat("collective")
-            beats.set_detail("leaving the loop")
+            heartbeat.beat("collective")
+            heartbeat.set_detail("leaving the loop")
 
-            waits_for_us = partial(heartbeat.waits_in_step, steps_done, self.world_size)
+            waits_for_us = partial(waits_in_step, steps_done, self.world_size)
             if not run.runtime.store_barrier(f"left-at-{steps_done}", BREAK_TIMEOUT, waits_for_us):
                 raise self._left_alone(steps_done, left_by)
 
-            beats.set_detail("")
+            heartbeat.set_detail("")
 
-        beats.beat("end")
-
+        heartbeat.beat("end")
         rate = run.learning_rate
         if rate.needs_evaluations and not rate.evaluations:
             run.recorder.event("warning", reason="ReduceLROnPlateau never moved: run.evaluate was not called")
@@ -314,10 +308,10 @@ class OwnRun(BuiltRunView):
 
 def _check_setup_arguments(given: list[Any]) -> None:
     """Raise a UserError if `run.setup` got something that it does not take."""
-    for one in given:
-        if not isinstance(one, nn.Module | torch.optim.Optimizer) and not is_scheduler(one):
+    for each in given:
+        if not isinstance(each, nn.Module | torch.optim.Optimizer) and not is_scheduler(each):
             raise UserError(
-                f"run.setup got a {type(one).__name__}: it takes models, torch's optimizers and schedulers",
+                f"run.setup got a {type(each).__name__}: it takes models, torch's optimizers and schedulers",
                 "",
                 "instead of other schedulers pass a function of the step that returns a share of the peak: "
                 "run.setup(model, optimizer, lambda step: 0.99**step)",

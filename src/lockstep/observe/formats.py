@@ -130,7 +130,7 @@ def one_line(value: Any, most: int = 160) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for a terminal. A cell may hold any characters: none steers it, or begins a new line."""
+    """Return a table for a terminal. Control characters and line breaks in a cell are escaped."""
     rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{width}}}" for width in widths)

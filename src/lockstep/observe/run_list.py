@@ -82,7 +82,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def facts_of(run: Path) -> RunFacts:
-    # The whole of the events, which are few, but only the end of the metrics.
+    # Read all events, which are few, but only the end of the metrics.
     events = parse_lines(files.read(run / EVENTS))
     lines = parse_lines(files.read(run / METRICS, most=TAIL))
     newest = lines[-1] if lines else {}

@@ -1,6 +1,7 @@
-"""What an optimizer can do, and which ones are refused.
+"""Finds out what an optimizer can do, and refuses those that a run cannot use.
 
-Decided by the class's traits, the attributes a user sets, and its hooks.
+The answer comes from the traits of its class (registry.py), from attributes that a user's class sets, and from the
+hooks on its step.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def needs_full_parameters(optimizer: torch.optim.Optimizer, hooks: StepHooks) ->
     """Return whether an optimizer must step full parameters. False: it updates every element independently.
 
     No probe could prove that shards are enough: some optimizers treat only large matrices differently, or only after
-    many steps. So only those get shards of which it is known (`OptimizerTraits.elementwise`).
+    many steps. So an optimizer gets shards only if it is known to work on them (`OptimizerTraits.elementwise`).
     """
     # An optimizer that needs full parameters is stepped once for each, so a hook on its step would be called too often.
     # Others get shards as plain tensors: a hook that clips would use the norm of this rank's shards.

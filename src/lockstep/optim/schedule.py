@@ -83,13 +83,12 @@ def batch_scaling(config: LrConfig, global_batch: int) -> float:
 
 
 class LearningRate:
-    """Sets the learning rates of all parameter groups. Raises if other code sets them, which would be lost silently.
+    """The base class of what sets the learning rates of all parameter groups.
 
-    A rate that a user's code sets directly would be overwritten in the next step. A rate that is a tensor on the device
-    is compared by its identity and version, so that the host does not wait for its value.
+    It raises if other code has set a rate, which the next step would silently overwrite.
 
-    A schedule of the settings needs to know no more than the number of applied steps. The user's schedulers also follow
-    the steps of each optimizer and the evaluations; the methods for these do nothing here.
+    A schedule of the settings needs only the number of applied steps. The user's schedulers also follow the steps of
+    each optimizer and the evaluations; the methods for these do nothing here.
     """
 
     advice = (
@@ -140,16 +139,18 @@ class LearningRate:
         """Set the rate of every group for the step after `steps_applied` ones, and return the first group's."""
         raise NotImplementedError
 
+    def banner(self) -> str:
+        """Return a line for the banner."""
+        raise NotImplementedError
+
+    # ---- methods that do nothing unless a subclass needs them ----
+
     def look_ahead(self, steps: int, steps_per_epoch: int | None, may_end_early: bool) -> list[str]:
         """Compute the rates of the whole run as far as possible, and return warnings about them.
 
         Raise a UserError if the rate of a step cannot be set; return that as a warning if the run may end before.
         """
         return []
-
-    def banner(self) -> str:
-        """Return a line for the banner."""
-        raise NotImplementedError
 
     def change_total_steps(self, steps: int) -> None:
         """Let the rates end with another number of steps: the plan has changed since the rates were made."""
@@ -189,7 +190,10 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def _identities(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return a value for each group that changes when its rate is set. No tensor is read: the host does not wait."""
+    """Return a value for each group that changes when its rate is set.
+
+    A rate that is a tensor stands for itself by its identity and version, so that the host does not wait for its value.
+    """
     rates = [group["lr"] for group in groups]
 
     # Almost always all rates are floats, which stand for themselves.

@@ -239,7 +239,7 @@ def _collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) 
 
 
 def _refuse_graph(config: RunConfig) -> None:
-    """Refuse graph=true if forwards are collective. What config/conflicts.py cannot see is the model."""
+    """Refuse graph=true if forwards are collective. config/conflicts.py does not see SyncBatchNorm in the model."""
     if config.graph is True:
         raise UserError(
             "graph=true cannot be used with SyncBatchNorm: its forward waits for other ranks, and is not captured",

@@ -1,8 +1,8 @@
 """The Driver: what the engine, evaluations and checkpoints know of a strategy.
 
-A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s. Code
-that calls the model itself needs one of those: custom loops, `AMPTrainer`, the hook `show`, the checks of the start and
-of metrics' names. They ask `runs_whole_model`, beside that class.
+A pipeline has many micro-batches in flight. All other drivers run one after another: they are `MicroBatchDriver`s.
+Custom loops, `AMPTrainer`, the hook `show` and the checks at the start call the model themselves, and need one of
+those: they ask `runs_whole_model` (micro_batches.py).
 
     SingleDriver        micro_batches.py      one process
     DDPDriver           ddp/driver.py         replicas, reduced in buckets while the backward runs
@@ -112,10 +112,10 @@ class DriverSetup:
     role: RankRole = RankRole()  # what follows from the mesh and the model; a driver adds what its strategy does
     axes: Axes | None = None  # None: dp is the only axis
     log_event: EventLogger = log_nothing  # receives what is found later, while the model runs
-    task: Any = None  # the user's task, which may say how the model is split
+    task: Any = None  # the user's task, which may say how the model is sharded or split
     compiled: bool = False  # whether the model will be compiled; a driver that splits it compiles the parts
     data: Callable[[], Any] | None = None  # returns samples, to run the model with
-    hooks: Mapping[str, ParameterHooks] = field(default_factory=dict)  # the user's, by parameter name: the driver calls
+    hooks: Mapping[str, ParameterHooks] = field(default_factory=dict)  # by parameter name; the driver must call them
     register: Callable[[str, Any], None] = register_nothing  # saves an object of the driver's with every checkpoint
 
     @property

@@ -3,7 +3,7 @@
 While a loss runs, every call of `torch.autograd.grad` and `backward` is intercepted here, and the driver may refuse it.
 Both functions, and `Tensor.backward`, end in the private `torch.autograd._engine_run_backward`, which is replaced while
 the loss runs. torch has no public way to see such a gradient before it is computed, and replacing the public functions
-would miss a `from torch.autograd import grad`. What would go wrong is in tests/ranks/test_inner_gradients.py.
+would miss a `from torch.autograd import grad`. tests/ranks/test_inner_gradients.py shows what would go wrong.
 
 A driver's own backward calls that private function as it is in torch (`TORCH_ENGINE`). It is replaced for each loss and
 not for a whole step, because the step's own backwards, and the gradients that activation checkpointing computes in
@@ -38,7 +38,7 @@ Output = Tensor | GradientEdge  # an output or input of a graph: a gradient star
 
 @dataclass(frozen=True)
 class InnerGradient:
-    """One call of `torch.autograd.grad` or `backward` in the user's code, or in torch's for it.
+    """One call of `torch.autograd.grad` or `backward`, by the user's code or by torch on its behalf.
 
     While it traces, torch.compile computes gradients of fake tensors, and torch.func of its own wrappers: `reaches`
     tells them from those of the model.

@@ -214,7 +214,7 @@ class MicroBatchDriver(Driver):
 
 
 def runs_whole_model(driver: Driver) -> TypeGuard[MicroBatchDriver]:
-    """Return whether this rank can call the model by itself: always, except in a pipeline."""
+    """Return `RankRole.runs_whole_model`. This function tells the type checker which driver it is, too."""
     return driver.role.runs_whole_model
 
 

@@ -102,13 +102,13 @@ class MixtureSampler(SeededSampler):
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= self.length
-        self.key("mixture")  # raises without a seed, of which the parts' seeds are made
+        self.key("mixture")  # raises without a seed, from which the parts' seeds are derived
 
         # The pattern goes on from epoch to epoch, so positions count all epochs.
         positions = np.arange(start, stop, dtype=np.int64) + epoch * self.length
         periods, places = np.divmod(positions, self._period)
 
-        # Whose turn each position is, and the how-many-th draw of that part since the beginning of the run.
+        # The part that each position draws from, and the number of that draw among all draws of the part, from 0.
         parts = self._part[places]
         numbers = periods * self._counts[parts] + self._number[places]
 

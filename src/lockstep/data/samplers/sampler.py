@@ -1,4 +1,4 @@
-"""The base of all samplers, a dataset together with one, and the parts that samplers share.
+"""The protocol of samplers, `Sampled` (a dataset together with one), and what samplers share.
 
 A sampler is a pure function from (epoch, offset) to the id of a sample. That is why a run can resume anywhere, on any
 number of ranks: a position is all that has to be saved.
@@ -85,7 +85,8 @@ class SeededSampler:
 def checked_ids(sampler: Sampler, epoch: int, start: int, stop: int, samples: int) -> np.ndarray:
     """Return the ids at these offsets (int64), or raise unless each is a sample of a dataset of `samples` samples.
 
-    Anyone may write a sampler. Fewer ids would be trained with the wrong weight, and a list takes -1 for its last item.
+    A user's sampler may be wrong. With too few ids the step would have the wrong weight, and an id of -1 would silently
+    read the last item of a list.
     """
     ids = np.asarray(sampler.ids(epoch, start, stop))
     if ids.shape != (stop - start,) or ids.dtype.kind not in "iu":
@@ -102,7 +103,7 @@ def checked_ids(sampler: Sampler, epoch: int, start: int, stop: int, samples: in
 
 
 def check_in_dataset(ids: np.ndarray, samples: int, sampler: Any, found: str = "") -> None:
-    """Raise unless each of these int64 ids, which `sampler` gave, is one of a dataset of `samples` samples."""
+    """Raise unless each of these int64 ids from `sampler` is that of a sample: from 0 to `samples` - 1."""
     # As unsigned numbers, negative ones are larger than any other: one comparison finds both kinds of mistakes.
     if len(ids) and not ids.view(np.uint64).max() < samples:
         raise UserError(

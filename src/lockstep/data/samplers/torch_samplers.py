@@ -79,7 +79,7 @@ def _check_fits(sampler: Any, samples: int) -> None:
 
 
 def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
-    """Return our sampler that draws as this one of torch does: the distribution is the same, the order is not."""
+    """Return our counterpart of a torch sampler. It draws from the same distribution, in another order."""
     # Subclasses may do anything, so only the exact types are known.
     kind = type(sampler)
     _refuse_part(sampler, samples)
@@ -198,7 +198,7 @@ class ListedSampler:
     def _checked(self, listed: list[Any]) -> np.ndarray:
         """Return the list as an array. Raises a UserError unless it has ids of the dataset."""
         try:
-            # Numbers of numpy, and tensors of one number, are taken too.
+            # NumPy's numbers, and tensors of one number, are accepted too.
             ids = np.fromiter(map(index, listed), dtype=np.int64, count=len(listed))
         except TypeError:
             ids = None

@@ -89,8 +89,8 @@ class Cursor:
         self.taken += len(samples)
         self.state = self._state()
 
-        # That the shard has ended must be known together with its last samples, and a stream has no length: so the next
-        # sample is read now. If the shard ended above, there is none.
+        # The end of a shard is reported with its last samples. A stream has no length, so the next sample is read now;
+        # if the shard ended above, there is none.
         sample = self._next() if len(samples) == count else _END
         self.ended = sample is _END
         self._peeked = [] if self.ended else [sample]
@@ -246,7 +246,7 @@ class Cursor:
         opened: Any = self._source.shards.read(self._source.files[self._file])
         self._set_epoch(opened)
 
-        # A state that could not be restored must not be found out at the resume.
+        # Refuse a state that cannot be restored now, and not at the resume.
         if not self._ignores_states:
             _check_state_is_whole(opened)
             _check_state_needs_no_arguments(opened)

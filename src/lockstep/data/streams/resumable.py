@@ -179,8 +179,8 @@ class ResumableStreamSource(EpochSource):
         return micro_batches
 
     def _next_parts(self, reads: Iterator[_StepRead | None]) -> list[_StepRead]:
-        """Return the next part of each worker process. None comes from one that still restores its position."""
-        # They send in turn. One that is ready sooner is ahead of the others, and its parts wait here.
+        """Return the next part of each worker process. One that still restores its position sends None."""
+        # They send in turn. The parts of a worker that is ahead of the others wait here.
         while not all(self._arrived):
             part = next(reads)
             arrived = self._arrived[self._turn]

@@ -1,7 +1,7 @@
 """Streams without a state: every rank and every worker process reads its own shard of an iterable dataset.
 
-The stride is over all worker processes of all ranks. It is the way of torch's documentation, and has its limits: the
-shards may end at different times, and a resumed run begins the epoch again.
+The stride is over all worker processes of all ranks, as in torch's documentation. This has limits: the shards may end
+at different times, and a resumed run begins the epoch again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads samples without a trace: in this process, or in a process of its own that ends afterwards.
+"""Reads samples without side effects: in this process, or in a process of its own that ends afterwards.
 
 A dataset may open a connection, a file or threads when its first sample is read. Worker processes that are forked later
 would inherit what this process has opened, and hang. So a run with worker processes reads in another process, too.
@@ -104,7 +104,7 @@ def _has_started(connection: Connection) -> bool:
 
 
 def _answer(datasets: Mapping[str, Any], connection: Connection, files: dict[int, int]) -> None:
-    """Read what is asked for, in the other process, until nothing can be asked any more."""
+    """Read the samples that the rank asks for, in the other process, until the rank closes the connection."""
     start_worker(files, 0)
     torch.set_num_threads(1)
     connection.send(True)

@@ -15,7 +15,7 @@ MAX_NODES = 4  # from the end of the graph: `scaler.scale(loss) / n` has one nod
 
 
 def check_not_scaled(loss: Any) -> None:
-    """Raise if `loss` was multiplied by the scale of a GradScaler. Meant for one loss of a run.
+    """Raise if `loss` was multiplied by the scale of a GradScaler. Called for one loss of a run.
 
     The scaling is a product whose other factor is the scaler's own tensor, so it is found in the graph. Only a product
     with a single number leads to a search for scalers among all objects, which takes some 10 ms.

@@ -242,8 +242,8 @@ class Evaluator:
             self.driver.model.eval()
             rows, samples = self._run_local_batches(reader, chosen.loss_fn, metrics, batch, may_preempt)
 
-        # No backward follows, after which a sharded model would give up the weights that it has gathered. Who changes
-        # or saves the weights next must find the shards.
+        # A sharded model gives up the weights that it has gathered after a backward, and here none follows. Code that
+        # changes or saves the weights next must find the shards.
         self.driver.reshard()
 
         # If any rank was preempted, all ranks stop here.

@@ -143,7 +143,7 @@ class Hooks:
         try:
             return hook.call(self._view, *arguments)
         except Exception as error:
-            # StopIteration would end the iterator that calls the hook, without a word.
+            # StopIteration would silently end the iterator that calls the hook.
             ends = isinstance(error, StopIteration)
             raised = RuntimeError(f"{hook.name}() raised StopIteration") if ends else error
             step = self._view.steps_done + in_step

@@ -1,4 +1,4 @@
-"""Says what follows the micro-batches, where their size follows the number of ranks: dropout, noise, BatchNorm, fp16.
+"""Reports what depends on the number of ranks, where the size of a micro-batch does: dropout, noise, BatchNorm, fp16.
 
 Layers and the precision are known before the first step, and get a line of the banner. Whether the forward, the loss or
 the user's loop draws random numbers is known after the first step.

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.runtime.seeds import preserve_rng
 
-# Torch computes the rate of any step of these at once.
+# torch computes the rate of any step of these directly.
 DIRECT = frozenset(
     (
         *(lr_scheduler.LambdaLR, lr_scheduler.StepLR, lr_scheduler.MultiStepLR, lr_scheduler.ConstantLR),
@@ -34,7 +34,7 @@ DIRECT = frozenset(
     )
 )
 
-# These are stepped one step after the other, which takes about 20 us for each.
+# These must go through all steps, which takes about 20 us for each.
 STEPWISE = frozenset((lr_scheduler.MultiplicativeLR, lr_scheduler.ChainedScheduler))
 MOST_STEPS = 1000
 
@@ -139,7 +139,7 @@ class Preview:
         if not self._is_direct:
             return failure
 
-        # By bisection: step 1 works, and all steps after the first that fails fail, too.
+        # By bisection: step 1 works, and every step after the first failure fails, too.
         steps = range(2, failure.step)
         found = self._rates([2 + bisect_left(steps, True, key=lambda step: isinstance(self._rates([step]), Failure))])
         return found if isinstance(found, Failure) else failure
@@ -241,7 +241,7 @@ def _step_to(scheduler: Any, step: int) -> None:
 
 FALLEN = 1e-6  # of the peak: a rate that trains nothing any more
 
-# What says how long a scheduler takes, as its argument is called.
+# The argument of a scheduler that says after how many steps it ends or repeats.
 LENGTHS: dict[type, str] = {
     lr_scheduler.CosineAnnealingLR: "T_max",
     lr_scheduler.MultiStepLR: "milestones",

@@ -10,8 +10,8 @@ previous one, the ranks would start them in different orders, and gloo would dea
 that yields after each collective it starts, and is advanced once when the next bucket comes. That order is the same on
 all ranks, and the network is busy while the backward continues.
 
-Like DDP itself, every hook leaves the mean over ranks. The control word is the gradient of one of the parameters, and
-is never compressed.
+Like DDP itself, these hooks leave the mean over ranks; the one of exact mode leaves sums (exact/buckets.py). The
+control word is the gradient of one of the parameters, and is never compressed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CommHook:
     def reduce_bucket(self, bucket: Bucket) -> Iterator[None]:
         """Replace the bucket's buffer with its mean over ranks.
 
-        Yields after starting a collective, and is advanced when the next bucket comes.
+        It yields after it has started a collective, and is advanced when the next bucket comes.
         """
         raise NotImplementedError
 

@@ -39,7 +39,6 @@ BUFFERS_OPTION = next(
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
 )
 
-
 # The smallest and the largest bucket that is chosen for a model, in MiB. The largest is torch's default.
 SMALLEST_BUCKET, LARGEST_BUCKET = 1.0, 25.0
 

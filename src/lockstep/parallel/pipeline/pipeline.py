@@ -58,7 +58,6 @@ class ModelProxy:
 
 def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
     """Return the arguments that the task passes to the model for this batch."""
-
     trains = torch.is_grad_enabled()
 
     def record(*args: Any, **kwargs: Any) -> Any:
