@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
-from lockstep.data.loader import Request, SampleReader
+from lockstep.data.loader import BatchRequest, SampleReader
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -392,5 +392,5 @@ def test_a_micro_batch_that_collate_empties_weighs_nothing(
 def test_an_id_outside_of_a_tensor_dataset_is_named() -> None:
     reader = SampleReader(TensorDataset(torch.zeros(4, 2)), default_collate, seed=0)
     with pytest.raises(IndexError) as error:
-        reader(Request(1, [2, 9]))
+        reader(BatchRequest(1, [2, 9]))
     assert "this is samples 2, 9 in epoch 1" in error.value.__notes__[0]

@@ -34,7 +34,7 @@ class SourceOptions:
     beat: Callable[[], None]  # tells the watchdog that this rank is making progress
     check_state: Callable[[Any], None]  # raises if a checkpoint cannot hold this state of a stream
 
-    in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
+    round_robin: bool = False  # micro-batches are assigned to ranks round-robin, not in contiguous ranges
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error

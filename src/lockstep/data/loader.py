@@ -25,8 +25,8 @@ from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
 
 
-class Request(NamedTuple):
-    """The samples of one micro-batch."""
+class BatchRequest(NamedTuple):
+    """Which samples to read for one micro-batch."""
 
     epoch: int
     ids: Sequence[int]
@@ -67,7 +67,7 @@ class SampleReader:
         # A TensorDataset only indexes its tensors, so a batch takes one index operation per tensor.
         self._indexes_tensors = type(self.dataset) is TensorDataset and collates_by_default
 
-    def __call__(self, request: Request) -> Any:
+    def __call__(self, request: BatchRequest) -> Any:
         """Return the collated batch of a request. It is the same in every process and after any other request."""
         # Indexing draws no random numbers, so no seed is needed.
         if self._indexes_tensors:
@@ -81,7 +81,7 @@ class SampleReader:
         ids = [int(i) for i in request.ids]
         return collate_samples(self.collate, self.read_samples(request), ids, request.where)
 
-    def read_samples(self, request: Request) -> list[Any]:
+    def read_samples(self, request: BatchRequest) -> list[Any]:
         """Return the samples of a request before collate."""
         ids = [int(i) for i in request.ids]
         if self._reads_in_batches:
@@ -97,7 +97,7 @@ class SampleReader:
 
         return samples
 
-    def read_again(self, request: Request) -> Any:
+    def read_again(self, request: BatchRequest) -> Any:
         """Read the batch twice and return the second. If the dataset or collate keeps state, the two differ."""
         if not self._indexes_tensors:
             self(request)
@@ -106,7 +106,7 @@ class SampleReader:
     def nonempty_batch(self, size: int) -> Any:
         """Return the first batch of `size` samples that collate does not empty, to run in place of an empty one."""
         for start in range(0, len(self.dataset), size):
-            batch = self(Request(0, range(start, min(start + size, len(self.dataset)))))
+            batch = self(BatchRequest(0, range(start, min(start + size, len(self.dataset)))))
             if not is_empty(batch):
                 return batch
 
@@ -116,7 +116,7 @@ class SampleReader:
             "return a batch from Task.collate for at least some samples",
         )
 
-    def _read(self, read: Callable[[Any], Any], key: Any, ids: list[int], request: Request) -> Any:
+    def _read(self, read: Callable[[Any], Any], key: Any, ids: list[int], request: BatchRequest) -> Any:
         """Call a function of the dataset; an error gets the ids of the samples."""
         try:
             return read(key)
@@ -191,7 +191,7 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
     reader: SampleReader
     sent: int = 0  # batches that this worker has sent
 
-    def __getitem__(self, index: Request) -> Any:
+    def __getitem__(self, index: BatchRequest) -> Any:
         # Check only the first batch of each worker, because pickling takes time: later batches have the same structure.
         is_first = self.sent == 0
         self.sent += 1
@@ -200,7 +200,7 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
 
 
 def read_all(
-    reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
+    reader: SampleReader, requests: Iterator[BatchRequest], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
     """Return batches for `requests`, in their order. Each worker process prefetches `prefetch` requests.
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import TensorDataset
 
 from lockstep.data.dataset_source import DatasetSource, SourceOptions
-from lockstep.data.loader import Request, SampleReader, is_empty, read_all
+from lockstep.data.loader import BatchRequest, SampleReader, is_empty, read_all
 from lockstep.data.samplers import Sampler
 from lockstep.data.windows import StepOrder, Window
 from lockstep.data.worker_copies import WorkerCopies
@@ -98,7 +98,7 @@ class MapSource(DatasetSource):
             return None
 
         with self.reading_here():
-            return self.reader.read_again(Request(micro.epoch, micro.ids))
+            return self.reader.read_again(BatchRequest(micro.epoch, micro.ids))
 
     def reading_here(self) -> AbstractContextManager[None]:
         """Return a context for reading in this process: changes that reading makes to the dataset are ignored."""
@@ -107,7 +107,7 @@ class MapSource(DatasetSource):
     def read_samples(self, epoch: int, ids: Sequence[int]) -> Any:
         """Read these samples in this process, and return them as they are before collate."""
         with self.reading_here():
-            return self.reader.read_samples(Request(epoch, ids))
+            return self.reader.read_samples(BatchRequest(epoch, ids))
 
     def first_sample(self) -> Any:
         """Return a sample, to see how large one is; None if none can be read before the worker processes start."""
@@ -117,7 +117,7 @@ class MapSource(DatasetSource):
 
         # The same reader that training uses, so that the sample is transformed as it will be.
         try:
-            return self.reader.read_samples(Request(0, [0]))
+            return self.reader.read_samples(BatchRequest(0, [0]))
         except Exception:  # the first step will report it
             return None
 
@@ -144,7 +144,7 @@ class MapSource(DatasetSource):
         if self._prefetches:
             batches = self._prefetch(window)  # the requests of `_requests`, which come in the same order
         else:
-            batches = map(self.reader, (Request(micro.epoch, micro.ids) for micro in micro_batches))
+            batches = map(self.reader, (BatchRequest(micro.epoch, micro.ids) for micro in micro_batches))
 
         # No loop: its variable would keep a micro-batch until the next one is there.
         yield from map(self._with_data, micro_batches, batches)
@@ -198,10 +198,10 @@ class MapSource(DatasetSource):
         self._loader_batches = batches
         return self._transfer.prefetch(batches) if self._needs_transfer else batches
 
-    def _requests(self, position: int) -> Iterator[Request]:
+    def _requests(self, position: int) -> Iterator[BatchRequest]:
         """Yield requests for this rank's micro-batches from a position on, endlessly."""
         while True:
             window = self.step_order.window(position)
             position = self.step_order.end_position(window)
             for micro in self.step_order.micro_batches(window):
-                yield Request(micro.epoch, micro.ids)
+                yield BatchRequest(micro.epoch, micro.ids)

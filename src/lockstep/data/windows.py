@@ -86,9 +86,9 @@ def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None 
     return range(start, start + counts[rank])
 
 
-def rank_share(count: int, world: World, in_turn: bool = False, speeds: Sequence[float] | None = None) -> range:
-    """Return the indices of this rank's micro-batches, of the `count` of a step: in turn, or a contiguous range."""
-    return range(world.rank, count, world.size) if in_turn else rank_range(count, world.rank, world.size, speeds)
+def rank_share(count: int, world: World, round_robin: bool = False, speeds: Sequence[float] | None = None) -> range:
+    """Return the indices of this rank's micro-batches, of the `count` of a step: round-robin, or a contiguous range."""
+    return range(world.rank, count, world.size) if round_robin else rank_range(count, world.rank, world.size, speeds)
 
 
 def padding_count(count: int, local: int, world: World, collective_forwards: bool) -> int:
@@ -297,7 +297,7 @@ class StepOrder:
         count = self.count(window)
         begin = window.epoch * self.epoch_length + window.start
         speeds = next((speeds for since, speeds in reversed(self._speeds) if since <= begin), None)
-        local = rank_share(count, self.data_world, self.options.in_turn, speeds)
+        local = rank_share(count, self.data_world, self.options.round_robin, speeds)
 
         # Padding repeats a micro-batch, since collectives need every rank.
         padding = padding_count(count, len(local), self.data_world, self.options.collective_forwards)

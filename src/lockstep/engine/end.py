@@ -100,7 +100,7 @@ def _save_final_weights(run: Run) -> None:
 
     trained = run.trained_model
     trained.driver.sync_buffers()
-    with trained.evaluation_weights():
+    with trained.optimizers_in_eval():
         _save_weights(run, WEIGHTS)
 
     if trained.average:

@@ -117,7 +117,7 @@ class Training:
             run.evaluate(self._eval_sets, may_preempt=True)
 
         # On all ranks, even if only rank 0 calls `show`: changing the weights may be collective.
-        with run.trained_model.evaluation_weights():
+        with run.trained_model.optimizers_in_eval():
             text = call_show(self.task, run)
 
         return close(run, text)

@@ -358,7 +358,7 @@ class Run:
         metrics = self.evaluations.results() if self.evaluations.is_current(steps_done) else {}
 
         # The weights are copied at once; only the optimizers' state and the averages are copied later.
-        with self.trained_model.evaluation_weights():
+        with self.trained_model.optimizers_in_eval():
             self.checkpoints.save(steps_done, self.plan, metrics)
 
         self.log.interval.exclude(time.perf_counter() - began)  # a step does not include the time of a save
@@ -379,7 +379,7 @@ class Run:
         batch = evaluation_batch(self.config, self.plan.global_batch)
         with (
             self.source.reading_here(),
-            trained.evaluation_weights(),
+            trained.optimizers_in_eval(),
             trained.averaged_weights(),
             self.gathering.whole_batches(),
         ):

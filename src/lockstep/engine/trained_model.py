@@ -30,8 +30,11 @@ class TrainedModel:
     initial: InitialWeights | None = None  # with `init_from`
 
     @contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
-        """Return a context in which the model has the weights to evaluate and save: some optimizers train others."""
+    def optimizers_in_eval(self) -> Iterator[None]:
+        """Return a context in which optimizers are in eval mode: a schedule-free one puts its average into the model.
+
+        These are the weights to evaluate and save. Most optimizers have no modes, and train the same weights.
+        """
         self.optimizers.switch("eval", self.driver.reshard)
         try:
             yield
@@ -39,5 +42,5 @@ class TrainedModel:
             self.optimizers.switch("train", self.driver.reshard)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the averages, if there are any, are the model's weights."""
+        """Return a context in which the averages of `ema.decay`, if it is set, are the model's weights."""
         return self.average.swapped_in(self.driver.reshard) if self.average else nullcontext()

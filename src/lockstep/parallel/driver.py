@@ -46,7 +46,7 @@ class RankRole:
 
     # The data: ranks with the same rank in the data world train on the same samples.
     data_world: World = field(default_factory=World)
-    in_turn: bool = False  # micro-batches are assigned to these ranks round-robin, not in contiguous ranges
+    round_robin: bool = False  # micro-batches are assigned to these ranks round-robin, not in contiguous ranges
     reports_loss: bool = True  # whether this rank's loss and weight count: true on one of the ranks with the same data
 
     # The forwards.

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.causes import Cause, named
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request
+from lockstep.data.loader import BatchRequest
 from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource
 from lockstep.errors import UserError
@@ -86,7 +86,7 @@ def find_cause(run: CheckedRun, task: Any) -> Cause | None:
             # Workers start before the first sample is read here: a dataset may open files for it, which a fork would
             # share.
             source.start_workers()
-            request = Request(*source.step_order.next_ids(count))
+            request = BatchRequest(*source.step_order.next_ids(count))
             samples = read_samples(source, request)
 
             cause = None if alone else data.find_difference(run, source, request, samples)

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state.digests import digest
 from lockstep.data.dataset_source import DatasetSource
-from lockstep.data.loader import Request
+from lockstep.data.loader import BatchRequest
 from lockstep.data.map_source import MapSource
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
@@ -27,7 +27,7 @@ SOME = 8  # how many samples are read to see whether a dataset has different one
 # ---- the same dataset ----
 
 
-def find_difference(run: CheckedRun, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
+def find_difference(run: CheckedRun, source: MapSource, request: BatchRequest, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     local_digests = samples.digests() if samples else []
     first, *others = run.runtime.collectives.all_gather_json([source.step_order.epoch_length, local_digests])
@@ -50,7 +50,7 @@ def find_difference(run: CheckedRun, source: MapSource, request: Request, sample
 
 
 def _sample_differs(
-    run: CheckedRun, source: MapSource, request: Request, digests: list[str], index: int, rank: int
+    run: CheckedRun, source: MapSource, request: BatchRequest, digests: list[str], index: int, rank: int
 ) -> Cause:
     """Return the cause: read the samples once more, to distinguish random samples from different datasets."""
     repeated = read_samples(source, request)

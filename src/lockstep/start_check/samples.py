@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from lockstep.checkpoint.state.digests import digest
-from lockstep.data.loader import Request
+from lockstep.data.loader import BatchRequest
 from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource
 
@@ -97,7 +97,7 @@ def read_stream_samples(source: EpochSource, count: int) -> Samples | None:
     return Samples(whole.batch(range(count)), count, None)
 
 
-def read_samples(source: MapSource, request: Request) -> Samples | None:
+def read_samples(source: MapSource, request: BatchRequest) -> Samples | None:
     """Return the samples of a request, or None if one cannot be read. The first step will report that error."""
     try:
         return Samples(source.read_samples(*request), len(request.ids), source.collate)

@@ -25,7 +25,7 @@ from lockstep import api, files
 from lockstep.checkpoint.manifest import float_from_json
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import pack
-from lockstep.data.loader import Request, SampleReader
+from lockstep.data.loader import BatchRequest, SampleReader
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.start import as_checked
 from lockstep.engine.run import Run
@@ -337,7 +337,7 @@ class _TwiceReader:
         self.dataset = reader.dataset
         self._reader = reader
 
-    def __call__(self, request: Request) -> Any:
+    def __call__(self, request: BatchRequest) -> Any:
         return self._reader(request._replace(ids=[*request.ids, *request.ids]))
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from lockstep.data.loader import Request, SampleReader
+from lockstep.data.loader import BatchRequest, SampleReader
 
 
 def test_rows_of_tensors_keep_their_memory_format():
     images = torch.arange(96.0).reshape(4, 2, 3, 4)
     dataset = TensorDataset(images, images.to(memory_format=torch.channels_last), torch.arange(4))
-    plain, channels_last, labels = SampleReader(dataset, default_collate, seed=0)(Request(0, np.array([3, 0])))
+    plain, channels_last, labels = SampleReader(dataset, default_collate, seed=0)(BatchRequest(0, np.array([3, 0])))
 
     assert plain.equal(images[[3, 0]])
     assert plain.is_contiguous()
@@ -41,7 +41,7 @@ def test_a_stop_iteration_of_user_code_is_an_error(collate, ids):
     # In a generator, or in `map`, it would end the batches of the step without a word.
     reader = SampleReader(Ends(), collate, seed=0)
     with pytest.raises(RuntimeError, match="raised StopIteration") as raised:
-        reader(Request(0, np.array(ids)))
+        reader(BatchRequest(0, np.array(ids)))
 
     assert isinstance(raised.value.__cause__, StopIteration)
     assert f"{ids[-1]} in epoch 0" in raised.value.__cause__.__notes__[0]

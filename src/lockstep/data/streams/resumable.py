@@ -284,7 +284,7 @@ def _refuse_repeated_streams(shards: Shards) -> None:
 
 def local_micro_batches(options: SourceOptions) -> range:
     """Return the indices of this rank's micro-batches in a global step."""
-    return rank_share(options.global_num_micro_batches, options.data_world, options.in_turn)
+    return rank_share(options.global_num_micro_batches, options.data_world, options.round_robin)
 
 
 def places_of(index: int, options: SourceOptions) -> range:

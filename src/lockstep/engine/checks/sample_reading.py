@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import default_collate
 
-from lockstep.data.loader import Request, SampleReader
+from lockstep.data.loader import BatchRequest, SampleReader
 from lockstep.data.worker_process import open_files, start_worker
 from lockstep.engine.checks.sketches import sketch
 from lockstep.runtime.preemption import WORKER_NAME
@@ -56,7 +56,7 @@ def _read(dataset: Any, index: int) -> dict[str, Any] | None:
     try:
         # Seeds that depend on nothing else, so that random transforms draw the same numbers in every run.
         reader = SampleReader(dataset, default_collate, seed=0)
-        return sketch(reader.read_samples(Request(0, [index])))
+        return sketch(reader.read_samples(BatchRequest(0, [index])))
     except Exception:  # the dataset, and the objects in its samples, are the user's code
         return None
 

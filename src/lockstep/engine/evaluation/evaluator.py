@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.from_loader import Collate, take_evaluation_loader
-from lockstep.data.loader import Request, SampleReader, is_empty, read_all
+from lockstep.data.loader import BatchRequest, SampleReader, is_empty, read_all
 from lockstep.data.samplers import Sampled
 from lockstep.data.streams.mosaic import by_index
 from lockstep.data.transfer import Transfer
@@ -266,7 +266,7 @@ class Evaluator:
         batch = chosen.batch or batch
 
         reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
-        data = reader(Request(0, range(min(batch, len(chosen.dataset)))))
+        data = reader(BatchRequest(0, range(min(batch, len(chosen.dataset)))))
 
         with restore_modes(self.driver.model.modules()), torch.no_grad():
             self.driver.model.eval()
@@ -310,7 +310,7 @@ class Evaluator:
 
         # Evaluation always reads epoch 0, so that random samples (augmentation) are the same every time.
         results = []
-        requests = (Request(0, ids) for ids in [*ranges, *repeated])
+        requests = (BatchRequest(0, ids) for ids in [*ranges, *repeated])
         for data in read_all(reader, requests, self.config.data.workers, prefetch=2):
             self.runtime.heartbeat.beat("evaluate")
 

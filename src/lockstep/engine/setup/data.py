@@ -60,7 +60,7 @@ def source_options(
         # All ranks of a tp or pp group train on the same samples, so they count as one.
         data_world=role.data_world,
         device=runtime.device,
-        in_turn=role.in_turn,
+        round_robin=role.round_robin,
         collective_forwards=role.collective_forwards,
         exact=config.exact,
         watches_dataset=config.checks.first_batch,
@@ -108,7 +108,7 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
             seed=config.seed,
             global_batch=plan.global_batch,
             micro_batch_size=plan.micro_batch,
-            mine=rank_share(plan.global_num_micro_batches, role.data_world, role.in_turn),
+            mine=rank_share(plan.global_num_micro_batches, role.data_world, role.round_robin),
             ranks=role.data_world.size,
             collective_forwards=role.collective_forwards,
             # Only one rank of each tp or pp group contributes, because all of them have the same values.

@@ -58,7 +58,7 @@ class FSDPDriver(ShardedDriver):
         banner = shard_blocks(model, setup)
 
         # Exact mode adds gradients of one turn after another, and a turn has a micro-batch of each rank.
-        role = replace(setup.role, in_turn=config.exact, banner=banner)
+        role = replace(setup.role, round_robin=config.exact, banner=banner)
 
         # Layers that tp has sharded have no full gradients. Without tp, hooks get those of each micro-batch: see below.
         super().__init__(model, setup, role, hooks_on_sums=setup.hooks if axes else {})

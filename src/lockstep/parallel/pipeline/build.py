@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request, SampleReader
+from lockstep.data.loader import BatchRequest, SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.caches import disable_kv_cache
@@ -87,4 +87,4 @@ def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) ->
 
     # Read the first two samples of epoch 0, with the same transforms as in training.
     read = SampleReader(data, task.collate, config.seed, config.data.seed_samples)
-    return model_input(task.loss, model, read(Request(0, range(min(2, len(data))))))
+    return model_input(task.loss, model, read(BatchRequest(0, range(min(2, len(data))))))
