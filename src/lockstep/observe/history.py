@@ -1,4 +1,4 @@
-"""The history of a run, read back from its folder: `RunResult.history`."""
+"""The history of a run, read back from its folder: `RunResult.history`, and where the log of a resumed run stands."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
             record["eval"] = {**(record["eval"] or {}), **found}
 
     return [by_step[step] for step in sorted(by_step)]
+
+
+def last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
+    """Return the last record of metrics.jsonl that was written when at most so many steps were done, or {}."""
+    lines = _read(run_dir / METRICS)
+    return next((line for line in reversed(lines) if line["step"] <= steps_done), {})
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

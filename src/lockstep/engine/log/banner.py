@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
-from lockstep.engine.log.micro_batches import advise, has_dropout, takes_batch_statistics
+from lockstep.engine.log.rank_dependence import advise, has_dropout, takes_batch_statistics
 from lockstep.errors import plural
 from lockstep.observe.notebook import kernel
 from lockstep.optim.registry import describe as describe_optimizer

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.config import RunConfig
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.windows import rank_share
 from lockstep.engine.checks.model import check_equal_work, refuse_single_samples
-from lockstep.engine.checks.settings import check_enough_micro_batches
+from lockstep.engine.checks.settings import check_enough_micro_batches, check_epochs_countable
 from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.load_balance import plan_by_speed
+from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Driver, RankRole
 from lockstep.plan.plan import Plan, make_plan
@@ -44,6 +46,19 @@ def plan_data(data: Any, driver: Driver, config: RunConfig, runtime: Runtime, fo
     if not role.runs_whole_model:
         check_enough_micro_batches(plan)
 
+    return plan
+
+
+def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper, config: RunConfig) -> Plan:
+    """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
+    if source.step_order is None:
+        check_epochs_countable(config, resumed.global_batch, plan.global_batch)
+        return plan
+
+    plan = plan.resumed(config, stepper.steps_done, source.step_order.steps_counted)
+
+    # The schedule ends with the plan, whose number of steps may just have changed.
+    stepper.change_total_steps(plan.steps)
     return plan
 
 

@@ -22,16 +22,16 @@ from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.load_balance import balance_load
 from lockstep.engine.log.banner import describe_own_loop, describe_resume, describe_run
-from lockstep.engine.log.micro_batches import FirstDraws
+from lockstep.engine.log.rank_dependence import FirstDraws
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.engine.profile.steps import add_profile
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
-from lockstep.engine.setup.data import attach_source, largest_input, plan_data, source_options
-from lockstep.engine.setup.resumed import continue_plan, last_log_line
+from lockstep.engine.setup.data import attach_source, continue_plan, largest_input, plan_data, source_options
 from lockstep.engine.step import Stepper
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.observe.head import write_head
+from lockstep.observe.history import last_log_line
 from lockstep.observe.metrics import ExactSums, Interval, MetricNames, Sums
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.schedulers.user_scheduler import SchedulerRate, make_learning_rate

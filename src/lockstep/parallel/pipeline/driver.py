@@ -112,11 +112,12 @@ class PipelineDriver(Driver):
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
         if progress.needs_reference_weight:
-            first, loss = micro_batches[0], None
+            first = micro_batches[0]
+            loss = None
             try:
                 loss = self._pipeline.forward(intercepted, first.data, loss_gradients=True)
             except UserError as error:
-                self._pipeline.refusal = error  # all ranks raise it, at the end of the pass
+                self._pipeline.refuse(error)
 
             progress.find_reference_weight(first, 0.0 if loss is None else loss.weight)
 
@@ -193,7 +194,7 @@ class PipelineDriver(Driver):
             try:
                 self._forward_checks.check_pass()
             except UserError as error:
-                self._pipeline.refusal = self._pipeline.refusal or error
+                self._pipeline.refuse(error)
 
         # First sum the control word, together with flags that say which parameters a rank used. On a GPU the host waits
         # for them, because they decide what is summed.

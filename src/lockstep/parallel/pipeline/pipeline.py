@@ -123,9 +123,9 @@ class Pipeline:
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
         self.local_stages = {n: stage for n, stage in enumerate(stages) if n % pp.world.size == pp.world.rank}
 
-        # On the rank that computes the loss: the error that the loss raised, and whether a backward from the loss
-        # reached the model's output in this pass.
-        self.refusal: UserError | None = None
+        self.refusal: UserError | None = None  # see `refuse`
+
+        # On the rank that computes the loss: whether a backward from the loss reached the model's output in this pass.
         self.reached = False
         self.outputs: list[Tensor] = []  # the model's, while a loss is computed with gradients
         self._prepared: dict[Any, PreparedSchedule] = {}
@@ -156,8 +156,12 @@ class Pipeline:
 
             self._prepare(shape, len(group)).run([(micro_batches[n], inputs[n]) for n in group], loss_fn, progress)
 
+    def refuse(self, error: UserError) -> None:
+        """Keep the first UserError of this rank. All ranks raise it together, at the end of the pass."""
+        self.refusal = self.refusal or error
+
     def pass_flags(self) -> list[bool]:
-        """Return whether the loss raised a UserError, and whether its backward reached the model's output."""
+        """Return whether this rank has a refusal, and whether a backward from the loss reached the model's output."""
         return [self.refusal is not None, self.reached]
 
     def note_gradient(self, gradient: Tensor) -> None:

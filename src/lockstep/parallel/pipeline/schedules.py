@@ -69,8 +69,8 @@ class _ScheduledStage(nn.Module):
         with self._pipeline.autocast():
             output = stage(arguments, received if self.number else None)
 
-        is_last = self.number == self._pipeline.count - 1
         # PreparedSchedule declares a float32 loss. The backward starts with a gradient of 1 in any dtype.
+        is_last = self.number == self._pipeline.count - 1
         passed = (self._scaled_loss(output, micro).float(),) if is_last else tuple(sendable(output, self.number))
         if self._pipeline.check_graph:
             self._pipeline.check_graph(passed)
@@ -98,7 +98,7 @@ class _ScheduledStage(nn.Module):
             if not pipeline.remote.were_read(loss, output, compute_loss):
                 return loss.total * grad_output
         except UserError as error:
-            pipeline.refusal = pipeline.refusal or error
+            pipeline.refuse(error)
         finally:
             pipeline.outputs = []
 

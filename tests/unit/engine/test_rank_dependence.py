@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import resolve
-from lockstep.engine.log.micro_batches import FirstDraws, advise, takes_batch_statistics
+from lockstep.engine.log.rank_dependence import FirstDraws, advise, takes_batch_statistics
 from lockstep.errors import UserError
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.task import Loss, Task
