@@ -15,8 +15,7 @@ from lockstep.classic.process_group import GroupMembership, check_announced, cur
 from lockstep.data.samplers import make_sampler
 from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
-from lockstep.parallel.ddp.driver import BUFFERS_OPTION
-from lockstep.parallel.ddp.torch_private import free_group_last
+from lockstep.parallel.ddp.torch_private import BUFFERS_OPTION, free_group_last
 from lockstep.runtime.context import choose_device
 from lockstep.runtime.world import World
 

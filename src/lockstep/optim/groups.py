@@ -61,7 +61,10 @@ def _split(
         matching = [i for i, rule in enumerate(rules) if fnmatchcase(names.get(id(p), ""), rule["match"])]
 
         # The first rule that matches a name decides.
-        (chosen.setdefault(matching[0], []) if matching else kept).append(p)
+        if matching:
+            chosen.setdefault(matching[0], []).append(p)
+        else:
+            kept.append(p)
 
     group["params"] = kept
     for index, parameters in sorted(chosen.items()):

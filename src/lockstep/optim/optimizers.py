@@ -209,8 +209,8 @@ class Optimizers:
         self.masters: MasterWeights | None = None  # set if parameters are stored in bfloat16
         self._several_meshes = len(by_mesh(self.parameters())) > 1
 
-        # Optimizers that step stand-ins, by id: True for full parameters, False for shards.
-        self._stand_ins = {
+        # By the id of each optimizer that cannot step DTensors: whether it steps full parameters, or else shards.
+        self._needs_full = {
             id(optimizer): needs_full_parameters(optimizer, self.step_hooks)
             for optimizer in self.all
             if not can_step_as_is(optimizer)
@@ -227,7 +227,7 @@ class Optimizers:
     @property
     def banner(self) -> dict[str, str]:
         """The banner lines about optimizers that need full parameters, and about groups by name, if there are any."""
-        names = [type(optimizer).__name__ for optimizer in self.all if self._stand_ins.get(id(optimizer))]
+        names = [type(optimizer).__name__ for optimizer in self.all if self._needs_full.get(id(optimizer))]
         how = "gathers one parameter after another, because its update needs full parameters"
         lines = {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
         return lines | ({"groups": self.group_banner} if self.group_banner else {})
@@ -329,7 +329,7 @@ class Optimizers:
 
                 if self.masters:
                     self.masters.step_optimizer(optimizer, divisor, pass_count, self._step_one)
-                elif self._several_meshes and id(optimizer) not in self._stand_ins:
+                elif self._several_meshes and id(optimizer) not in self._needs_full:
                     parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
                     with restricted_to(optimizer, parts):
                         optimizer.step()
@@ -349,8 +349,8 @@ class Optimizers:
 
     def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
         """Step an optimizer, or the stand-ins of its parameters if it cannot step sharded ones."""
-        if id(optimizer) in self._stand_ins:
-            step_with_stand_ins(optimizer, self._stand_ins[id(optimizer)])
+        if id(optimizer) in self._needs_full:
+            step_with_stand_ins(optimizer, gather=self._needs_full[id(optimizer)])
         else:
             optimizer.step()
 

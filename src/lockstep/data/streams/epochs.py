@@ -70,7 +70,8 @@ class EpochSource(DatasetSource):
         if self._peek_error is not None:
             raise self._peek_error
 
-        batches, self._peeked = self._peeked or self._read_step(), None
+        batches = self._peeked or self._read_step()
+        self._peeked = None
 
         moved = (micro.data for micro in batches)
         if self._needs_transfer:
@@ -88,8 +89,11 @@ class EpochSource(DatasetSource):
         samples = self._samples_on_all_ranks(micro_batches)
 
         # If this rank's shard ends before the others, repeat its last micro-batch with weight 0.
-        self._last = last = micro_batches[-1] if micro_batches else self._last or self._find_padding()
+        last = micro_batches[-1] if micro_batches else self._last
+        if last is None:
+            last = self._find_padding()
 
+        self._last = last
         options = self.options
         count = options.global_num_micro_batches
         padding = padding_count(count, len(micro_batches), options.data_world, options.collective_forwards)

@@ -80,7 +80,7 @@ class ResumableStreamSource(EpochSource):
 
         # By shard: the position after the last step that has ended. Empty at the beginning of an epoch.
         self._states: dict[int, State] = {}
-        self._states_taken: dict[int, State] = {}  # behind the step that was taken
+        self._states_taken: dict[int, State] = {}  # the position after the step that was taken
         self._reads: Iterator[_StepRead | None] | None = None
         self._arrived: list[deque[_StepRead]] = []  # the parts of each worker process that were not taken yet
         self._turn = 0  # the worker process that sends the next part
@@ -104,7 +104,7 @@ class ResumableStreamSource(EpochSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in every shard. Collective: each rank has the positions in the shards that it reads."""
-        # Only of shards that this rank reads: the others are further by now.
+        # Only shards that this rank reads: of the others it has old positions.
         own = {shard: self._states[shard] for shard in self._own_shards if shard in self._states}
 
         # Several ranks may read one shard, all of them up to the same position. The lowest rank's state is used.
@@ -121,7 +121,7 @@ class ResumableStreamSource(EpochSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Without a position, it was saved by a run whose stream had none: the epoch begins again, as that run said.
+        # Without a position, it was saved by a run whose stream had none: the epoch begins again, as its banner said.
         self._begin_epoch(int(state["epoch"]), first_step=0)
         if "shards" not in state:
             return
@@ -193,8 +193,8 @@ class ResumableStreamSource(EpochSource):
         return [arrived.popleft() for arrived in self._arrived]
 
     def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
-        # With several shards, one that has ended leaves empty places between the others', so that places are no
-        # function of the first one. With a single shard only the last places can be empty.
+        # An offset says that the samples lie side by side from there on. With several shards, one that has ended leaves
+        # empty places between those of the others; with a single shard only the last places can be empty.
         offset = read.index * self.options.micro_batch_size if self.shards.shards == 1 else None
         return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, offset)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.ddp.comm_hooks import CommHook
 from lockstep.parallel.ddp.hook_table import HookArguments, make_hook
-from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
+from lockstep.parallel.ddp.torch_private import BUFFERS_OPTION, FixedBucketsDDP, leave_out, split_graphs
 from lockstep.parallel.driver import Driver, DriverSetup, broadcast_model, trainable
 from lockstep.parallel.exact.buckets import BucketReducer, OrderedHook
 from lockstep.parallel.exact.reducers import ReplicaReducer
@@ -31,13 +29,6 @@ from lockstep.parallel.parameter_hooks.hooks import register_hooks
 from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
-
-# The option that broadcasts buffers before every forward; torch 2.13 renamed it.
-BUFFERS_OPTION = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel.__init__).parameters
-)
 
 # The smallest and the largest bucket that is chosen for a model, in MiB. The largest is torch's default.
 SMALLEST_BUCKET, LARGEST_BUCKET = 1.0, 25.0

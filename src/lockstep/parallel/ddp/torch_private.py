@@ -2,16 +2,25 @@
 
 DDP's public options neither choose the order in which parameters fill the buckets, nor keep the buckets of the first
 step, nor leave out parameters. torch.compile asks it which DDP is in its forward, and freeing a DDP may hang.
+`BUFFERS_OPTION` is public, but its name depends on torch's version.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+# The option that broadcasts buffers before every forward; torch 2.13 renamed it.
+BUFFERS_OPTION = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
 
 
 class FixedBucketsDDP(DistributedDataParallel):
