@@ -1,8 +1,7 @@
 """Sums and weights of the loss and the metrics since the last log line. They stay on the device until they are read.
 
-`ExactSums` rounds only the final result: every float is an integer multiple of 2^-1074, and a sum of integers does not
-depend on their order. The grid of `exact` for the control word (`on_grid` in `parallel/exact/grid.py`) would round
-metrics too much.
+A step adds to the `Sums` of an `Interval`. The log ends the interval, sums over the ranks, and divides once
+(`quotients`). With `exact` the sums are `ExactSums`, at the end of this page.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ FOLD_AT = 128
 # The names of the loss in log lines and in settings. No metric may have them.
 LOSS_NAMES = ("loss", "eval_loss")
 
-SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
-
 Term = tuple[str, Number, Weight]  # (name, sum, weight)
-Exact = int | float  # a multiple of 2^-1074, as an integer; a float only if it is nan or infinite
+
+
+# ---- sums ----
 
 
 def check_metric_name(name: str) -> None:
@@ -57,6 +56,11 @@ def metric_terms(loss: Loss) -> Iterator[Term]:
                 )
 
         yield name, detached(total), detached(weight)
+
+
+def detached(number: Number) -> Number:
+    """Return a number without its graph, which would keep the activations of its step alive until the log line."""
+    return number.detach() if isinstance(number, Tensor) else number
 
 
 class Sums:
@@ -148,63 +152,21 @@ class Sums:
         self._folded = {name: (_add_up(totals), _add_up(weights)) for name, (totals, weights) in summands.items()}
 
 
-class ExactSums(Sums):
-    """Sums that are rounded once, after all ranks are added, so that they do not depend on the number of ranks.
+def quotients(names: list[str], sums: list[float]) -> dict[str, float]:
+    """Return sum / weight of every name: log lines and evaluations divide only here. Names of weight 0 are left out."""
+    pairs = zip(names, sums[0::2], sums[1::2], strict=True)
+    return {name: total / weight for name, total, weight in pairs if weight}
 
-    They are kept as `Exact` numbers. Reading them makes the host wait for the device.
-    """
 
-    def __init__(self, collectives: Collectives) -> None:
-        super().__init__()
-        self._collectives = collectives
+def _add_up(values: list[Number]) -> Number:
+    """Return the sum of tensors with one element and plain numbers: a tensor of shape () if any of them is one."""
+    tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
+    # As floats: numbers of NumPy would be added in their own dtype, such as int8 or float16.
+    plain = sum([float(value) for value in values if not isinstance(value, Tensor)], 0.0)
+    return torch.stack(tensors).sum() + plain if tensors else plain
 
-    def take(self, names: list[str], device: torch.device) -> Tensor:
-        """Return the global sums on rank 0 and 0 on all others, so that one more all-reduce changes nothing."""
-        totals = self.take_global(names, self._collectives)
-        if self._collectives.world.rank:
-            return torch.zeros(len(totals), dtype=torch.float64, device=device)
 
-        return torch.tensor(
-            [from_exact(exact_from_text(total)) for total in totals], dtype=torch.float64, device=device
-        )
-
-    def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
-        """Return the sums over all ranks, as text without rounding. Collective.
-
-        Every rank adds up the same integers, so all have the same result, whatever the number of ranks.
-        """
-        self._fold()
-        local = [exact_to_text(value) for name in names for value in self._folded.pop(name, (0, 0))]
-
-        totals: list[Exact] = [0] * len(local)
-        # Exact, so that the order of the ranks does not matter.
-        for texts in collectives.all_gather_json(local):
-            totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, texts, strict=True)]
-
-        return [exact_to_text(total) for total in totals]
-
-    def put(self, names: list[str], totals: Sequence[float | str]) -> None:
-        """Add what `take_global` returned, without rounding."""
-        for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
-            self._add(name, exact_from_text(total), exact_from_text(weight))
-
-    def _fold(self) -> None:
-        """Add the collected terms as integers. The host waits for the device."""
-        collected = self._take_terms()
-        values = [value for _, *pair in collected for value in pair]
-
-        # Tensors are fetched together, with one synchronisation.
-        tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
-        fetched = iter(torch.stack(tensors).tolist() if tensors else [])
-        numbers = [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
-
-        for (name, *_), total, weight in zip(collected, numbers[0::2], numbers[1::2], strict=True):
-            self._add(name, to_exact(total), to_exact(weight))
-
-    def _add(self, name: str, total: Exact, weight: Exact) -> None:
-        """Add to the sum and to the weight of a name."""
-        before = self._folded.get(name, (0, 0))
-        self._folded[name] = (add_exact(before[0], total), add_exact(before[1], weight))
+# ---- the interval of a log line ----
 
 
 @dataclass
@@ -364,23 +326,72 @@ class EndedInterval:
         return self.seconds / self.steps
 
 
-def detached(number: Number) -> Number:
-    """Return a number without its graph, which would keep the activations of its step alive until the log line."""
-    return number.detach() if isinstance(number, Tensor) else number
+# ---- the sums of exact mode ----
+#
+# Every float is an integer multiple of 2^-1074, and a sum of integers does not depend on their order. The grid of
+# `exact` for the control word (`on_grid` in parallel/exact/grid.py) would round metrics too much.
+
+SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
+Exact = int | float  # a multiple of 2^-1074, as an integer; a float only if it is nan or infinite
 
 
-def quotients(names: list[str], sums: list[float]) -> dict[str, float]:
-    """Return sum / weight of every name: log lines and evaluations divide only here. Names of weight 0 are left out."""
-    pairs = zip(names, sums[0::2], sums[1::2], strict=True)
-    return {name: total / weight for name, total, weight in pairs if weight}
+class ExactSums(Sums):
+    """Sums that are rounded once, after all ranks are added, so that they do not depend on the number of ranks.
 
+    They are kept as `Exact` numbers. Reading them makes the host wait for the device.
+    """
 
-def _add_up(values: list[Number]) -> Number:
-    """Return the sum of tensors with one element and plain numbers: a tensor of shape () if any of them is one."""
-    tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
-    # As floats: numbers of NumPy would be added in their own dtype, such as int8 or float16.
-    plain = sum([float(value) for value in values if not isinstance(value, Tensor)], 0.0)
-    return torch.stack(tensors).sum() + plain if tensors else plain
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__()
+        self._collectives = collectives
+
+    def take(self, names: list[str], device: torch.device) -> Tensor:
+        """Return the global sums on rank 0 and 0 on all others, so that one more all-reduce changes nothing."""
+        totals = self.take_global(names, self._collectives)
+        if self._collectives.world.rank:
+            return torch.zeros(len(totals), dtype=torch.float64, device=device)
+
+        return torch.tensor(
+            [from_exact(exact_from_text(total)) for total in totals], dtype=torch.float64, device=device
+        )
+
+    def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
+        """Return the sums over all ranks, as text without rounding. Collective.
+
+        Every rank adds up the same integers, so all have the same result, whatever the number of ranks.
+        """
+        self._fold()
+        local = [exact_to_text(value) for name in names for value in self._folded.pop(name, (0, 0))]
+
+        totals: list[Exact] = [0] * len(local)
+        # Exact, so that the order of the ranks does not matter.
+        for texts in collectives.all_gather_json(local):
+            totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, texts, strict=True)]
+
+        return [exact_to_text(total) for total in totals]
+
+    def put(self, names: list[str], totals: Sequence[float | str]) -> None:
+        """Add what `take_global` returned, without rounding."""
+        for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
+            self._add(name, exact_from_text(total), exact_from_text(weight))
+
+    def _fold(self) -> None:
+        """Add the collected terms as integers. The host waits for the device."""
+        collected = self._take_terms()
+        values = [value for _, *pair in collected for value in pair]
+
+        # Tensors are fetched together, with one synchronisation.
+        tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
+        fetched = iter(torch.stack(tensors).tolist() if tensors else [])
+        numbers = [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
+
+        for (name, *_), total, weight in zip(collected, numbers[0::2], numbers[1::2], strict=True):
+            self._add(name, to_exact(total), to_exact(weight))
+
+    def _add(self, name: str, total: Exact, weight: Exact) -> None:
+        """Add to the sum and to the weight of a name."""
+        before = self._folded.get(name, (0, 0))
+        self._folded[name] = (add_exact(before[0], total), add_exact(before[1], weight))
 
 
 def to_exact(value: float) -> Exact:
