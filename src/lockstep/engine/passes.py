@@ -50,33 +50,35 @@ class RepeatedBatches:
 
     def __init__(
         self,
-        batches: Iterable[MicroBatch],
+        micro_batches: Iterable[MicroBatch],
         passes: int,
         feed: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]],
     ):
         """`feed` returns what the loop gets: the same micro-batches, with the calls that belong to each pass."""
-        self._batches = batches
+        self._micro_batches = micro_batches
         self._passes_left = passes
         self._feed = feed
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self._passes_left -= 1
         if self._passes_left == 0:
-            return iter(self._feed(self._batches))
+            return iter(self._feed(self._micro_batches))
 
+        # Keep what this pass reads, for the next one.
         kept: list[MicroBatch] = []
-        batches, self._batches = self._batches, _taken_out(kept)
-        return iter(self._feed(_kept_in(kept, batches)))
+        keeping = _keep(self._micro_batches, kept)
+        self._micro_batches = _take_out(kept)
+        return iter(self._feed(keeping))
 
 
-def _kept_in(kept: list[MicroBatch], batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+def _keep(micro_batches: Iterable[MicroBatch], kept: list[MicroBatch]) -> Iterator[MicroBatch]:
     """Yield a copy of each micro-batch, whose data a hook may replace, and keep the original."""
-    for micro in batches:
+    for micro in micro_batches:
         kept.append(micro)
         yield replace(micro)
 
 
-def _taken_out(kept: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches that were kept, each of which is kept no more."""
+def _take_out(kept: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches that were kept, and let go of each."""
     while kept:
         yield kept.pop(0)

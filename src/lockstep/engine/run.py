@@ -168,9 +168,9 @@ class Run:
 
         return self.source.take()
 
-    def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterable[MicroBatch]:
+    def _feed(self, micro_batches: Iterable[MicroBatch], count: int) -> Iterable[MicroBatch]:
         """Return `count` micro-batches, to iterate over once. Each comes after the hooks `before_batch`."""
-        fed = self._wait_for_each(batches, count)
+        fed = self._wait_for_each(micro_batches, count)
         return self.hooks.around_batches(fed) if self._has_before_batch else fed
 
     @cached_property
@@ -178,12 +178,12 @@ class Run:
         """Whether the user's code is called before every micro-batch."""
         return self.hooks.has("before_batch")
 
-    def _wait_for_each(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+    def _wait_for_each(self, micro_batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         if count < 1:
             raise _no_micro_batch(count, self.steps_done)
 
-        iterator = iter(batches)
+        iterator = iter(micro_batches)
         parts, gathering = self.driver.parts, self.gathering
         for done in range(count):
             self.runtime.heartbeat.beat("data", self.steps_done)

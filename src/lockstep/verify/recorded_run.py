@@ -211,9 +211,9 @@ class RecordedRun(Run):
 
     # ---- around a micro-batch ----
 
-    def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+    def _feed(self, micro_batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Record the micro-batches as the source gives them, before a hook can change them."""
-        return self._record_data(super()._feed(batches, count))
+        return self._record_data(super()._feed(micro_batches, count))
 
     def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches, each with a new note."""

@@ -85,9 +85,9 @@ class Hooks:
     def before_training(self) -> None:
         self._call_all("before_training")
 
-    def around_batches(self, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+    def around_batches(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Return the micro-batches, each of which comes after the calls of `before_batch`."""
-        return map(self._before_batch, batches)
+        return map(self._before_batch, micro_batches)
 
     def _before_batch(self, micro: MicroBatch) -> MicroBatch:
         self._call_all("before_batch", micro)

@@ -285,23 +285,23 @@ def _blame(outcome: Outcome, rank: int) -> list[str]:
     """Return one line for each micro-batch of this rank that may have caused the skip."""
     # The host waits for the losses here. Skipped steps are rare, so this is acceptable.
     progress = outcome.progress
-    pairs = [(batch, float(total)) for batch, (total, _) in zip(progress.micro_batches, progress.losses, strict=True)]
+    pairs = [(micro, float(total)) for micro, (total, _) in zip(progress.micro_batches, progress.losses, strict=True)]
 
     # Every micro-batch contributes to a spike of the global mean: name the one with the largest loss.
     if outcome.finite:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]
     else:
-        worst = [(batch, loss) for batch, loss in pairs if not math.isfinite(loss)]
+        worst = [(micro, loss) for micro, loss in pairs if not math.isfinite(loss)]
 
-    return [f"rank {rank}, micro-batch {batch.index}: loss {loss:.4g}{_name_samples(batch)}" for batch, loss in worst]
+    return [f"rank {rank}, micro-batch {micro.index}: loss {loss:.4g}{_name_samples(micro)}" for micro, loss in worst]
 
 
-def _name_samples(batch: MicroBatch) -> str:
+def _name_samples(micro: MicroBatch) -> str:
     """Return the ids of the first samples of a micro-batch as text, "" if it has none."""
-    if len(batch.ids) == 0:
+    if len(micro.ids) == 0:
         return ""
 
-    names = ", ".join(str(int(i)) for i in batch.ids[:MAX_NAMED_IDS])
-    more = len(batch.ids) - MAX_NAMED_IDS
+    names = ", ".join(str(int(i)) for i in micro.ids[:MAX_NAMED_IDS])
+    more = len(micro.ids) - MAX_NAMED_IDS
     rest = f" and {more} more" if more > 0 else ""
     return f", samples {names}{rest}"
