@@ -133,7 +133,7 @@ def _refuse_balance(data: Any, config: DataConfig) -> None:
 
 
 def _refuse_reading(data: BatchSource, config: DataConfig) -> None:
-    """Refuse settings that say how samples are read: a source of the user's own reads them itself."""
+    """Refuse settings that say how samples are read: a user's source reads them itself."""
     defaults = DataConfig()
     for key in ("shuffle", "workers", "resume", "sharding"):
         value = getattr(config, key)

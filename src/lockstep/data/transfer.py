@@ -15,7 +15,7 @@ from lockstep.data.torch_private import pin_other
 
 
 class Transfer:
-    """Brings batches to the device, through pinned memory if that is asked for.
+    """Brings batches to the device, through pinned memory if `pin_memory` is set.
 
     `prefetch` copies batches for a GPU on a separate CUDA stream, one micro-batch ahead, while the GPU computes: those
     of a stream within a step, those of a map-style dataset also across steps.

@@ -88,7 +88,7 @@ def attributes_of(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> I
     # From the base class to the class itself and then the instance, so that what overrides an attribute comes later.
     classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
     for attributes in [*classes, getattr(dataset, "__dict__", {})]:
-        # A list, because an attribute may be added meanwhile.
+        # A list, because an attribute may be added during the loop.
         yield from ((f"{prefix}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
 
     if depth <= 1:

@@ -35,7 +35,7 @@ class Exactness(StepPart):
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
         """`changing` is the task's `changing_buffers`."""
-        # Refuse problems that are known by now. Changes by a forward show only after the first step: see `end_step`.
+        # Refuse problems that are already known. Changes by a forward show only after the first step: see `end_step`.
         _check_changing(model, changing)
         _check_batchnorm(model)
 

@@ -70,7 +70,7 @@ def end_training(run: Run) -> None:
 def _finish_last_save(run: Run) -> None:
     """Wait for the save in flight, and try once more if it fails: there is time, and no later step does it.
 
-    A run whose last checkpoint cannot be written ends as planned all the same, because its weights are saved. The
+    A run whose last checkpoint cannot be written still ends as planned, because its weights are saved. The
     summary says why the checkpoint is missing.
     """
     pending = run.checkpoints.pending
@@ -227,7 +227,7 @@ def _describe_best(run: Run) -> dict[str, Any] | None:
     try:
         best = run.checkpoints.best()
     except OSError as error:
-        # The run has trained and saved all the same.
+        # The run has trained and saved anyway.
         reason = f"the summary does not name the best checkpoint: the checkpoints cannot be listed ({error})"
         run.recorder.event("warning", reason=reason)
         return None

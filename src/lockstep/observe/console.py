@@ -189,7 +189,7 @@ class PlainDisplay(Display):
 
     @never_raises
     def close(self) -> None:
-        # The task may have printed since the last line, to a pipe that is broken by now.
+        # The task may have printed since the last line, to a pipe that has broken.
         self._stream.flush()
 
 

@@ -31,7 +31,7 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
-    """Return the last record of metrics.jsonl that was written when at most so many steps were done, or {}."""
+    """Return the last record of metrics.jsonl up to this number of steps done, or {}."""
     lines = _read(run_dir / METRICS)
     return next((line for line in reversed(lines) if line["step"] <= steps_done), {})
 

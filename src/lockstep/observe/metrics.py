@@ -215,7 +215,7 @@ class Interval:
         self._begin(time.perf_counter())
 
     def _begin(self, now: float, late_steps: float = 0) -> None:
-        """Begin to count anew. `late_steps` of the previous interval will add their losses to this one's sums."""
+        """Begin to count from 0. `late_steps` of the previous interval will add their losses to this one's sums."""
         self._began = now  # `exclude` makes it later
         self._late_steps_before = late_steps
         self._weight_before_resume = 0.0

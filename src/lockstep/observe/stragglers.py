@@ -132,7 +132,7 @@ class SlowRankWatch:
         slow = slowest(rows, self.threshold)
         rank = slow.rank if slow else None
 
-        # Another rank, or none: the count of intervals begins anew.
+        # Another rank, or none: the count of intervals begins again.
         if rank != self._rank:
             self._rank = rank
             self._intervals = 0

@@ -184,7 +184,7 @@ class StepHooks:
     def refuse(
         self, optimizer: Any, problem: str, reason: str, fix: str, kinds: Sequence[str] = ("pre", "post")
     ) -> None:
-        """Refuse hooks of these kinds on the step of an optimizer: those that it has by now, and later ones."""
+        """Refuse hooks of these kinds on the step of an optimizer: those that it has, and later ones."""
         self._rules.append((optimizer, kinds, problem, reason, fix))
         self.look()
 

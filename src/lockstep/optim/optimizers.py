@@ -75,7 +75,7 @@ class Update:
     def choose_kernels(self) -> None:
         """Decide whether the optimizers' kernels apply the factor, and whether they may skip on the device.
 
-        It depends on the hooks that optimizers have on their steps by now. A step chooses again if these have changed.
+        It depends on the hooks that the optimizers have on their steps. A step chooses again if these have changed.
         """
         optimizers = self._optimizers
         optimizers.check_step_hooks()
@@ -320,7 +320,7 @@ class Optimizers:
         `divisor` and `skip` have shape (); if `skip` is not 0, nothing changes.
         """
         stepped = [self.all[i] for i in indices]
-        self._updating = True  # `_refuse` allows steps meanwhile
+        self._updating = True  # until the end of this method `_refuse` allows steps
         try:
             for optimizer in stepped:
                 # Fused optimizers read these two attributes; others ignore them.

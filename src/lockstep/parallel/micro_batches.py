@@ -60,7 +60,7 @@ class MicroBatchDriver(Driver):
         role: RankRole | None = None,
         codec: ControlWordCodec | None = None,
     ):
-        """Construct the driver of a model that is in its place by now. The user's hooks are left to the subclass.
+        """Construct the driver of a model that is already in its place. The user's hooks are left to the subclass.
 
         role: `setup.role` with what the strategy adds to it; None: it adds nothing
         codec: packs control words; None: in float64
@@ -145,7 +145,7 @@ class MicroBatchDriver(Driver):
         """Begin a pass over the micro-batches of a step: clear the gradients of the previous pass."""
         clear_gradients(self.parameters)
 
-        # A backward may have raised: `AMPTrainer` on one rank then begins the step anew.
+        # A backward may have raised: `AMPTrainer` on one rank then begins the step again.
         for part in self.parts:
             part.begin_pass()
 

@@ -217,7 +217,7 @@ class _Shard(IterableDataset):
         samples = iter(self.dataset)
 
         for number in itertools.count():
-            # Seed before each sample, because training has drawn from the same generators meanwhile.
+            # Seed before each sample, because training has drawn from the same generators since the last one.
             seed_everything(derive(seed, "stream", self.epoch, stream, number))
             try:
                 sample = next(samples)

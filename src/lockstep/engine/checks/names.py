@@ -24,7 +24,7 @@ REGISTRIES: dict[str, Collection[str]] = {
     "log.sinks": SINKS,
 }
 
-# Settings that also take a class of the user's, as MODULE:CLASS.
+# Settings that also take a user's class, as MODULE:CLASS.
 USER_CLASSES = ("log.sinks",)
 
 

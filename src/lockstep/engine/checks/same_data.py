@@ -53,7 +53,7 @@ class DataRecord:
         workers: int,
         reads: bool,
     ):
-        """`registered`: the objects whose state checkpoints hold, which are restored by now.
+        """`registered`: the objects whose state checkpoints hold, which have been restored.
 
         `checkpoint`: the path of the one that is resumed, as the user would type it. `workers`: how many worker
         processes read the data. `reads`: False if there is nothing to compare, and no checkpoint is to come.
@@ -87,7 +87,7 @@ class DataRecord:
 
         datasets = dict(self._sets)
         if isinstance(self._source, MapSource):
-            # They read the first batches meanwhile.
+            # They read the first batches while this check runs.
             self._source.start_workers()
             datasets = {TRAINING: self._source.reader.dataset, **datasets}
 
@@ -159,7 +159,7 @@ class _Rereads:
         self._ends = time.monotonic() + REREAD_S
 
     def find_change(self, name: str, index: str, before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-        """Return whether a sample is certainly not what it was: all reads agree, and none is as before."""
+        """Return whether a sample has certainly changed: all new reads agree with each other, and none with the old."""
         if is_same(value, before):
             return False
 
@@ -184,7 +184,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _holds_one_of(dataset: Any, objects: Collection[Any]) -> bool:
-    """Return whether a dataset is one of `objects`, or one of them is inside it: a Subset holds a dataset, say."""
+    """Return whether a dataset is one of `objects`, or has one inside it, as a Subset has a dataset."""
     inside = [dataset, *(value for _, value in attributes_of(dataset))]
     return any(value is one for value in inside for one in objects)
 

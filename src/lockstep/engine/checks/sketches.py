@@ -121,7 +121,7 @@ def _without_floats(data: Any, floats: list[list[float]]) -> Any:
             return data.__qualname__
 
         case _ if hasattr(data, "__array__") or hasattr(data, "__array_interface__"):
-            # An image of PIL, say.
+            # Such as an image of PIL.
             return [type(data).__qualname__, _without_floats(np.asarray(data), floats)]
 
         case _ if dataclasses.is_dataclass(data):

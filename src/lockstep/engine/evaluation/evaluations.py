@@ -123,7 +123,7 @@ class Evaluations:
     # ---- results ----
 
     def is_current(self, steps_done: int) -> bool:
-        """Return whether the newest evaluation used the weights after so many steps."""
+        """Return whether the newest evaluation used the weights after this many steps."""
         return self.newest is not None and self.newest.steps_done == steps_done
 
     def results(self) -> dict[str, float]:

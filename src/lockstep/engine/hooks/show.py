@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def call_show(task: Task, run: Run) -> str | None:
     """Return the text of the task's `show` on rank 0, or None.
 
-    The weights are saved by now, so an error in `show` is logged as a warning and does not fail the run.
+    The weights are saved already, so an error in `show` is logged as a warning and does not fail the run.
     """
     # If the model is sharded, all ranks must run its forwards; otherwise only rank 0 does.
     show = overridden(task, "show")

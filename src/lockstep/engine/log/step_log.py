@@ -84,7 +84,7 @@ class StepLog:
         self.interval.add_step(samples, waits_s)
         self._newest = result
 
-        # Otherwise the previous line may be ready by now: nothing waits for its sums to come from the device.
+        # Otherwise the previous line may be ready: nothing waits for its sums to come from the device.
         if is_last or self._stepper.steps_done % self._every == 0:
             self.line_due = True
         else:

@@ -43,7 +43,7 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     if best:
         summary["best"] = best
 
-    # The weights of the last step are saved all the same.
+    # The weights of the last step are saved anyway.
     if run.checkpoints.pending.failure is not None:
         summary["save_failed"] = run.checkpoints.pending.failure
 

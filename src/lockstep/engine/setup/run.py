@@ -66,7 +66,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     rate = _make_learning_rate(builder, trained, plan)
     stepper = _make_stepper(builder, trained, plan, rate, interval)
 
-    # Resuming restores everything that is registered, so all of it must exist by now.
+    # Resuming restores everything that is registered, so all of it must exist before.
     checkpoints = _open_checkpoints(builder, trained, stepper, source)
     resumed, plan = _resume(builder, checkpoints, plan, source, stepper, rate)
 
@@ -312,7 +312,7 @@ def _make_requests(
 def _make_evaluations(
     builder: RunBuilder, plan: Plan, rate: LearningRate, checkpoints: CheckpointManager, requests: Requests
 ) -> Evaluations:
-    """Make the object that decides when to evaluate, and acts on results. The clock must be restored by now."""
+    """Make the object that decides when to evaluate, and acts on results. The clock must have been restored."""
     seconds = builder.clock.seconds
     return Evaluations(
         config=builder.config,

@@ -134,7 +134,7 @@ def _on_cpu(
     communication = clip(union(talking), window)
 
     computing = union(_interval(event) for event in events if _computes(event))
-    # Time in which nothing was computed meanwhile.
+    # The part of that time in which nothing was computed.
     exposed = subtract(communication, computing)
 
     # A phase is charged for its own time, without the communication that it waits for.

@@ -45,7 +45,7 @@ SINKS: dict[str, type[Sink]] = {
 def check_sinks(names: Iterable[str]) -> None:
     """Refuse sinks that do not exist, that are not offered here, or whose package is missing.
 
-    Imports nothing: a package can take seconds, and a class of the user's may be next to the task.
+    Imports nothing: a package can take seconds, and a user's class may be next to the task.
     """
     for name in names:
         if is_class_name(name):
@@ -71,7 +71,7 @@ def check_sinks(names: Iterable[str]) -> None:
 
 
 def _find(name: str) -> type[Sink]:
-    """Return the class of a sink by its name; MODULE:CLASS is one of the user's."""
+    """Return the class of a sink by its name; MODULE:CLASS is a user's class."""
     return SINKS[name] if name in SINKS else import_class(f"log.sinks=[{name}]", name, ("write", "close"))
 
 

@@ -129,7 +129,7 @@ class KubeflowSink(Sink):
             try:
                 send(status)
             except Exception as error:
-                # The server may return, so that the next status is sent all the same.
+                # The server may return, so the next status is sent anyway.
                 if not self._reported:
                     self._reported = True
                     self.report(f"Kubeflow does not take the progress of this run: {type(error).__name__}: {error}")

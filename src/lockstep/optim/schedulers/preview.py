@@ -1,8 +1,8 @@
 """The rates that a torch scheduler will set, computed before the first step on a copy of it.
 
 A scheduler that counts epochs, or one that ends before the run does, is found here and not in the middle of a run. The
-copy has an optimizer without parameters. Only torch's own classes are copied, with functions of the user that do no
-more than arithmetic: other code of the user may do anything when it is called.
+copy has an optimizer without parameters. Only torch's own classes are copied, with a user's functions if they do no
+more than arithmetic: any other code may have effects when it is called.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Preview:
         self._is_direct = len(self._schedulers) == 1 and _is_direct(self._schedulers[0])
 
     def look(self, steps: int) -> Rates | Failure | None:
-        """Return the rates of a run of so many steps. None if they cannot be computed, or not in a few milliseconds."""
+        """Return the rates of a run of `steps` steps. None if they cannot be computed in a few milliseconds."""
         last = steps - 1
         if last < 1 or not (self._is_direct or last <= MOST_STEPS):
             return None
@@ -120,7 +120,7 @@ class Preview:
                 try:
                     for scheduler in schedulers:
                         self._step(scheduler, number)
-                except Exception as error:  # a function of the user, or torch's own check
+                except Exception as error:  # of the user's function, or of a check in torch
                     return Failure(number, error)
 
             done = step
@@ -163,7 +163,7 @@ def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
 
 
 def _functions(schedulers: Sequence[LRScheduler]) -> list[Any]:
-    """Return the functions of the user that the schedulers call."""
+    """Return the user's functions that the schedulers call."""
     found: list[Any] = []
     for scheduler in _with_inner(schedulers):
         found += [*getattr(scheduler, "lr_lambdas", ()), getattr(scheduler, "_scale_fn_custom", None)]
@@ -172,7 +172,7 @@ def _functions(schedulers: Sequence[LRScheduler]) -> list[Any]:
 
 
 def _is_arithmetic(function: Any) -> bool:
-    """Return whether a function of the user does nothing but arithmetic with what cannot change.
+    """Return whether a user's function does nothing but arithmetic with what cannot change.
 
     An object with `__call__`, a method and the `__getitem__` of a list hold something that may change.
     """
@@ -226,7 +226,7 @@ def _is_direct(scheduler: Any) -> bool:
 
 
 def _step_to(scheduler: Any, step: int) -> None:
-    """Set the rate that a scheduler has after so many steps."""
+    """Set the rate that a scheduler has after this many steps."""
     if type(scheduler) is not lr_scheduler.SequentialLR:
         scheduler.step(step)
         return
@@ -249,7 +249,7 @@ LENGTHS: dict[type, str] = {
     lr_scheduler.StepLR: "step_size",
 }
 
-MANY = 4  # an epoch of at least so many steps is not mistaken for a step
+MANY = 4  # an epoch of at least this many steps is not mistaken for a step
 MOST_EPOCHS = 300  # in a run of more epochs, a number of steps may well be smaller than theirs
 
 

@@ -1,8 +1,8 @@
 """Probes a user-defined optimizer with small synthetic parameters: does it update every parameter independently?
 
-If its update uses a norm over all parameters, say, it gives different results for one parameter alone. If it draws
-random numbers, a parameter gets other ones when another parameter is updated before it. The probe does not say whether
-the optimizer also updates every element independently: calls cannot prove that.
+If its update uses a norm over all parameters, for example, it gives different results for one parameter alone. If it
+draws random numbers, a parameter gets other ones when another parameter is updated before it. The probe does not say
+whether the optimizer also updates every element independently: calls cannot prove that.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ class LayerBuffers:
             layer.num_batches_tracked.copy_(count)
 
     def forget(self) -> None:
-        """Count the buffers as changed, so that they are read anew."""
+        """Count the buffers as changed, so that they are read again."""
         self._versions = []
 
     def changed(self) -> bool:

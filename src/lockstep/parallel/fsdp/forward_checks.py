@@ -274,7 +274,7 @@ class _Watch:
 
 
 def parameters_before(model: nn.Module) -> Originals:
-    """Return the parameters before the sharding, which replaces them in modules, but not in objects of the user."""
+    """Return the parameters before the sharding, which replaces them in modules, but not in the user's own objects."""
     return {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim()}
 
 

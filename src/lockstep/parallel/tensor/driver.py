@@ -31,7 +31,7 @@ class TensorDriver(ShardedDriver):
     """Sums gradients over the replicas along dp, after the last backward."""
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
-        """The layers of `model` are sharded by now: see `shard_layers`."""
+        """Take a model whose layers are already sharded: see `shard_layers`."""
         assert setup.axes is not None
         super().__init__(model, setup, setup.role, setup.hooks)
         self._dp_group = setup.dp_group
