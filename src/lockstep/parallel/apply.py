@@ -84,12 +84,12 @@ def parallelize(
         notice_hooks()  # for the rest of the process: torch may compile in any forward
 
     setup = DriverSetup(
-        config,
-        runtime,
-        precision,
-        role,
-        axes,
-        log_event,
+        config=config,
+        runtime=runtime,
+        precision=precision,
+        role=role,
+        axes=axes,
+        log_event=log_event,
         task=task,
         compiled=compiled,
         data=data,

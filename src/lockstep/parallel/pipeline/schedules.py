@@ -54,6 +54,7 @@ class _ScheduledStage(nn.Module):
             self.stage = stage
 
     def start(self, work: Work, loss_fn: LossFn, progress: PassProgress) -> None:
+        """Begin a pass. torch then calls `forward` once for each micro-batch."""
         self._work = iter(work)  # every schedule runs the forwards in this order
         self._loss_fn = loss_fn
         self._progress = progress
@@ -151,6 +152,7 @@ class PreparedSchedule:
         self.schedule = make_schedule(pipeline.schedule, self.stages, count)
 
     def run(self, work: Work, loss_fn: LossFn, progress: PassProgress) -> None:
+        """Run forward and backward of these micro-batches, in the order of the schedule."""
         for module, stage in zip(self.modules, self.stages, strict=True):
             module.start(work, loss_fn, progress)
             # torch does this in schedule.step(), which we do not call: it would split a batch into micro-batches.
