@@ -73,5 +73,12 @@ class LateOutcome:
         self.arrived.synchronize()
         not_applied, grad_norm, *values = self.row.tolist()
         word = self.reduced.codec.unpack(values)
-        applied = not not_applied
-        return Outcome(self.status, self.progress, self.reduced, self.loss_limit, word, grad_norm, by_device=applied)
+        return Outcome(
+            self.status,
+            self.progress,
+            self.reduced,
+            self.loss_limit,
+            word,
+            grad_norm,
+            applied_by_device=not not_applied,
+        )

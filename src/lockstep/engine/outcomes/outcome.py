@@ -6,7 +6,7 @@ Every rank reads it from the same summed control word.
 from __future__ import annotations
 
 import math
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,7 @@ from lockstep.parallel.progress import PassProgress
 from lockstep.runtime.control_word import SummedWord
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """A reduced pass and the numbers that decide whether it is applied. They are the same on every rank."""
 
@@ -26,22 +26,27 @@ class Outcome:
     loss_limit: float  # a mean loss above this is a spike
     word: SummedWord
     grad_norm: float  # of the gradient of the mean loss; any number if the weight is 0
-    by_device: InitVar[bool | None] = None  # whether the device has applied it; None: the host decides now
+    applied_by_device: bool | None = None  # whether the device has applied it; None: the host decides now
 
-    # Derived from these.
-    finite: bool = field(init=False)  # whether `grad_norm` is finite
-    mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
-    applied: bool = field(init=False)  # whether the pass is applied
+    @property
+    def finite(self) -> bool:
+        """Whether the norm of the gradient is finite."""
+        return math.isfinite(self.grad_norm)
 
-    def __post_init__(self, by_device: bool | None) -> None:
-        word = self.word
-        self.finite = math.isfinite(self.grad_norm)
-        self.mean_loss = word.loss / word.weight if word.weight else 0.0
+    @property
+    def mean_loss(self) -> float:
+        """The mean loss of the pass; 0 if the control word does not include the loss."""
+        return self.word.loss / self.word.weight if self.word.weight else 0.0
+
+    @property
+    def applied(self) -> bool:
+        """Whether the pass is applied."""
+        if self.applied_by_device is not None:
+            return self.applied_by_device
 
         # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
         # A negative weight, which `OutcomeHandler.check` refuses, would turn the descent into an ascent.
-        by_host = self.finite and word.weight > 0 and not (self.mean_loss > self.loss_limit)
-        self.applied = by_host if by_device is None else by_device
+        return self.finite and self.word.weight > 0 and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
         """Return why the pass is skipped, or None if it is applied or has weight 0, which is legal."""
