@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.outcomes.handler import MANY_EMPTY
+from lockstep.engine.outcomes.outcome import MANY_EMPTY
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import OutOfStep, UserError
 from lockstep.observe.sinks import read_jsonl

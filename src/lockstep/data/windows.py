@@ -17,7 +17,8 @@ import numpy as np
 
 from lockstep.data.length_balance import divide_by_length
 from lockstep.data.samplers import Sampler
-from lockstep.data.samplers.sampler import OrderCache, checked_ids
+from lockstep.data.samplers.sampler import checked_ids
+from lockstep.data.samplers.shuffled import OrderCache, SequentialSampler, ShuffledSampler
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
@@ -145,6 +146,11 @@ class StepOrder:
         self.data_world = options.data_world
         self.position = 0  # where the next step begins
 
+        # Our own samplers give every sample once, so their ids need no check. Those of users do, also if they derive
+        # theirs from ours.
+        own = type(sampler) in (ShuffledSampler, SequentialSampler)
+        self._is_permutation = own and self.epoch_length == dataset_length
+
         # Spans [start, stop) of positions that are left out because their step was skipped.
         self.skipped_spans: list[tuple[int, int]] = []
 
@@ -238,6 +244,8 @@ class StepOrder:
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the ids (stop - start,) of the samples at the offsets [start, stop) of an epoch."""
+        if self._is_permutation:
+            return self.sampler.ids(epoch, start, stop)
         return checked_ids(self.sampler, epoch, start, stop, self.dataset_length)
 
     def next_ids(self, count: int, beyond_step: bool = False) -> tuple[int, list[int]]:

@@ -31,7 +31,7 @@ from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, eval
 from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.log.step_log import StepLog
-from lockstep.engine.outcomes.handler import SkippedStep
+from lockstep.engine.outcomes.outcome import SkippedStep
 from lockstep.engine.passes import RepeatedBatches
 from lockstep.engine.requests import Requests
 from lockstep.engine.step import Stepper

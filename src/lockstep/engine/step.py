@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.outcomes.handler import OutcomeHandler, SkippedStep
 from lockstep.engine.outcomes.late import LateOutcome, not_applied_on_device
-from lockstep.engine.outcomes.outcome import Outcome
+from lockstep.engine.outcomes.outcome import Outcome, OutcomeHandler, SkippedStep
 from lockstep.engine.passes import StepStatus
 from lockstep.observe.metrics import Interval
 from lockstep.optim.optimizers import Optimizers, Update

@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks, after the last backward of a pass; their norms; and errors if there are none.
+"""Sums of gradients over ranks, after the last backward of a pass, and errors if there are no gradients.
 
 All drivers that add gradients themselves call these functions. A gradient keeps the dtype, the layout in memory and the
 placements of its parameter, and a parameter that no rank has used keeps no gradient, so that the optimizer skips it as
@@ -7,7 +7,7 @@ it would in a single process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -105,34 +105,6 @@ def broadcast_unsharded_gradients(parameters: Sequence[nn.Parameter], tp: Collec
     """
     if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([to_local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
-
-
-# ---- norms ----
-
-
-def full_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each tensor, which this rank holds in full."""
-    if not tensors:
-        return []
-
-    # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
-    # precision, or none is (precision.py).
-    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
-    return [*torch._foreach_norm(tensors, 2, torch.float32 if half else None)]
-
-
-def norms_of_gradients(
-    parameters: Mapping[str, nn.Parameter], norms: Callable[[list[Tensor]], list[Tensor]] = full_norms
-) -> Tensor:
-    """Return the norms for `MicroBatchDriver.finish_reduction`: [gradients]. Raise if there is no gradient.
-
-    norms: returns the norm of each full tensor
-    """
-    grads = [p.grad for p in parameters.values() if p.grad is not None]
-    if not grads:
-        raise no_gradient()
-
-    return torch.stack(norms(grads))
 
 
 # ---- missing gradients ----

@@ -18,7 +18,7 @@ from lockstep.parallel.batchnorm.statistics import add_running_statistics
 from lockstep.parallel.driver import Driver, DriverSetup, LossFn, RankRole, Reduced, trainable
 from lockstep.parallel.exact.norms import exact_norms
 from lockstep.parallel.exact.reducers import SingleReducer
-from lockstep.parallel.gradients import clear_gradients, full_norms, norms_of_gradients
+from lockstep.parallel.gradients import no_gradient
 from lockstep.parallel.inner_gradients import (
     TORCH_ENGINE,
     InnerGradient,
@@ -143,7 +143,8 @@ class MicroBatchDriver(Driver):
 
     def begin_pass(self) -> None:
         """Begin a pass over the micro-batches of a step: clear the gradients of the previous pass."""
-        clear_gradients(self.parameters)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
         # A backward may have raised: `AMPTrainer` on one rank then begins the step again.
         for part in self.parts:
@@ -212,6 +213,14 @@ class MicroBatchDriver(Driver):
         Return the summed control word [LENGTH], and the norm of each gradient that this pass has.
         """
 
+    def _norms_of_gradients(self) -> Tensor:
+        """Return the norms for `finish_reduction`: [gradients]. Raise if there is no gradient."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not grads:
+            raise no_gradient()
+
+        return torch.stack(self.norms(grads))
+
 
 def runs_whole_model(driver: Driver) -> TypeGuard[MicroBatchDriver]:
     """Return `RankRole.runs_whole_model`. This function tells the type checker which driver it is, too."""
@@ -231,7 +240,18 @@ class SingleDriver(MicroBatchDriver):
         if self._exact_reducer:
             self._exact_reducer.reduce()
 
-        return self.codec.pack(control_word), norms_of_gradients(self.parameters, self._full_norms)
+        return self.codec.pack(control_word), self._norms_of_gradients()
+
+
+def full_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each tensor, which this rank holds in full."""
+    if not tensors:
+        return []
+
+    # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
+    # precision, or none is (precision.py).
+    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    return [*torch._foreach_norm(tensors, 2, torch.float32 if half else None)]
 
 
 def backward_unchecked(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:

@@ -12,9 +12,8 @@ import torch
 
 import lockstep
 from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
-from lockstep.engine.outcomes.handler import OutcomeHandler
 from lockstep.engine.outcomes.late import not_applied_on_device
-from lockstep.engine.outcomes.outcome import Outcome
+from lockstep.engine.outcomes.outcome import Outcome, OutcomeHandler
 from lockstep.engine.passes import StepStatus
 from lockstep.errors import OutOfStep, UserError
 from lockstep.parallel import progress

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.engine.outcomes.handler import MANY_EMPTY
+from lockstep.engine.outcomes.outcome import MANY_EMPTY
 from lockstep.engine.own_step import OwnStep
 from lockstep.errors import UserError
 from lockstep.files.jsonl import read_jsonl

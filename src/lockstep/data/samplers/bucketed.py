@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, check_whole
-from lockstep.data.samplers.shuffled import ShuffledSampler
+from lockstep.data.samplers.sampler import SeededSampler, as_numbers, check_whole
+from lockstep.data.samplers.shuffled import OrderCache, ShuffledSampler
 
 
 @dataclass(eq=False)

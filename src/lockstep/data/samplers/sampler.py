@@ -6,18 +6,14 @@ number of ranks: a position is all that has to be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive
-
-T = TypeVar("T")
-
-CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the next one, into which workers prefetch
 
 
 @runtime_checkable
@@ -112,24 +108,6 @@ def check_in_dataset(ids: np.ndarray, samples: int, sampler: Any, found: str = "
             found,
             "make the sampler for this dataset",
         )
-
-
-class OrderCache:
-    """Keeps the last few results of a pure function, such as the order of an epoch."""
-
-    def __init__(self) -> None:
-        self._results: dict[Hashable, Any] = {}
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result for `key`, made by `make()` if it is not kept."""
-        if key not in self._results:
-            # A dict keeps the order of insertion, so its first key is the oldest.
-            while len(self._results) >= CACHED:
-                del self._results[next(iter(self._results))]
-
-            self._results[key] = make()
-
-        return self._results[key]
 
 
 def mix(x: np.ndarray) -> np.ndarray:

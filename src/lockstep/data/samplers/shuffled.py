@@ -6,15 +6,38 @@ needs no memory, and resuming in its middle takes no time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from lockstep.data.samplers.sampler import OrderCache, Sampler, mix
+from lockstep.data.samplers.sampler import Sampler, mix
 from lockstep.runtime.seeds import derive
 
 BLOCK = 4096  # offsets that are permuted at once, with one numpy call for many steps
 ROUNDS = 8  # rounds of the Feistel network
+CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the next one, into which workers prefetch
+
+T = TypeVar("T")
+
+
+class OrderCache:
+    """Keeps the last few results of a pure function, such as the order of an epoch."""
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result for `key`, made by `make()` if it is not kept."""
+        if key not in self._results:
+            # A dict keeps the order of insertion, so its first key is the oldest.
+            while len(self._results) >= CACHED:
+                del self._results[next(iter(self._results))]
+
+            self._results[key] = make()
+
+        return self._results[key]
 
 
 @dataclass(frozen=True)

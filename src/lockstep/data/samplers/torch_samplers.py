@@ -16,8 +16,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 from torch.utils.data import Sampler as TorchSampler
 from torch.utils.data import SequentialSampler as TorchSequentialSampler
 
-from lockstep.data.samplers.sampler import OrderCache, Sampled, Sampler, SeededSampler, check_in_dataset
-from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
+from lockstep.data.samplers.sampler import Sampled, Sampler, SeededSampler, check_in_dataset
+from lockstep.data.samplers.shuffled import OrderCache, SequentialSampler, ShuffledSampler
 from lockstep.data.samplers.weighted import WeightedSampler
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, preserve_rng, seed_everything

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, check_whole, uniforms
+from lockstep.data.samplers.sampler import SeededSampler, as_numbers, check_whole, uniforms
+from lockstep.data.samplers.shuffled import OrderCache
 from lockstep.errors import UserError
 
 BLOCK = 2**16  # clocks that are computed together

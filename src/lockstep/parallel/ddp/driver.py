@@ -20,7 +20,6 @@ from lockstep.parallel.exact.reducers import ReplicaReducer
 from lockstep.parallel.gradients import (
     check_reached,
     have_gradients,
-    norms_of_gradients,
     sum_used,
     sum_with_word,
 )
@@ -147,7 +146,7 @@ class DDPDriver(MicroBatchDriver):
     def finish_reduction(self, control_word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.
         assert self._word_parameter.grad is not None
-        return self._word_parameter.grad, norms_of_gradients(self.parameters, self._full_norms)
+        return self._word_parameter.grad, self._norms_of_gradients()
 
     @contextmanager
     def _each_gradient_once(self) -> Iterator[None]:
@@ -215,7 +214,7 @@ class FlatReduceDriver(MicroBatchDriver):
             packed, users = sum_with_word(packed, have_gradients(parameters), self.runtime.collectives)
             sum_used(parameters, users.tolist(), self.runtime.collectives)
 
-        return packed, norms_of_gradients(self.parameters, self._full_norms)
+        return packed, self._norms_of_gradients()
 
 
 def make_driver(model: nn.Module, setup: DriverSetup) -> Driver:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lockstep.parallel.gradients import (
     broadcast_unsharded_gradients,
     fill_missing,
-    full_norms,
     redistribute_gradient,
     sum_gradients,
 )
 from lockstep.parallel.mesh import Axes, Mesh
+from lockstep.parallel.micro_batches import full_norms
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.shards import squared_norms
