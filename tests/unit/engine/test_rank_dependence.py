@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import resolve
-from lockstep.engine.log.rank_dependence import FirstDraws, advise, takes_batch_statistics
+from lockstep.engine.log.rank_dependence import FirstDraws, advise, has_dropout, takes_batch_statistics
 from lockstep.errors import UserError
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.task import Loss, Task
@@ -97,8 +97,10 @@ def test_a_synchronised_batchnorm_follows_nothing() -> None:
     ("global_batch", "ranks", "samples", "words"),
     [
         (64, 1, 1000, "set micro_batch=16 for the same model on any number of ranks, up to 4"),
-        (64, 2, 1000, "set micro_batch=32 for the same model on any number of ranks, up to 2"),
-        (10, 3, 1000, "set micro_batch=4 for the same model on any number of ranks, up to 3"),
+        (64, 2, 1000, "set micro_batch=16 for the same model on any number of ranks, up to 4"),
+        (64, 8, 1000, "set micro_batch=8 for the same model on any number of ranks, up to 8"),
+        (10, 1, 1000, "set micro_batch=2 for the same model on any number of ranks, up to 5"),
+        (10, 3, 1000, "set micro_batch=2 for the same model on any number of ranks, up to 5"),
         (3, 1, 1000, "set micro_batch=1 for the same model on any number of ranks, up to 3"),
         (64, 2, None, "in a stream they follow the number of ranks"),
     ],
@@ -113,6 +115,34 @@ def test_what_to_type_can_be_typed(global_batch: int, ranks: int, samples: int |
         assert make_plan(config, most, samples).global_num_micro_batches >= most
         with pytest.raises(UserError):
             make_plan(config, most + 1, samples)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LSTM(4, 4, num_layers=2, dropout=0.1),
+        nn.GRU(4, 4, num_layers=2, dropout=0.1),
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1), 1, enable_nested_tensor=False),
+        nn.Dropout1d(0.1),
+    ],
+)
+def test_dropout_inside_a_module_is_found(module: nn.Module) -> None:
+    assert has_dropout(nn.Sequential(nn.Linear(4, 4), module))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LSTM(4, 4, num_layers=2),
+        # It has dropout between layers only, and warns.
+        pytest.param(lambda: nn.GRU(4, 4, dropout=0.1), marks=pytest.mark.filterwarnings("ignore:dropout option")),
+        nn.MultiheadAttention(4, 2),
+        nn.ModuleDict({"dropout": nn.Linear(1, 1)}),
+    ],
+)
+def test_a_module_without_dropout_has_none(module: Any) -> None:
+    assert not has_dropout(nn.Sequential(module if isinstance(module, nn.Module) else module()))
 
 
 def test_only_the_first_step_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

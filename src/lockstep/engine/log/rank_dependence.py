@@ -21,11 +21,21 @@ from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger
 from lockstep.task import Loss, MicroBatch
 
-EXAMPLE_RANKS = 4  # for which a single process proposes a micro-batch
+EXAMPLE_RANKS = 4  # for which a micro-batch is proposed, unless there are more
 
 
 def has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+    return any(map(_drops, model.modules()))
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module drops values: a layer of dropout, or one with a rate, as attention and LSTMs have it."""
+    # An RNN has dropout between its layers only.
+    if isinstance(module, nn.RNNBase) and module.num_layers == 1:
+        return False
+
+    rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, int | float) and rate > 0
 
 
 def takes_batch_statistics(model: nn.Module, config: RunConfig) -> bool:
@@ -43,9 +53,8 @@ def advise(plan: Plan) -> str:
     if plan.samples is None:
         return "in a stream they follow the number of ranks"
 
-    # A size that is used now is proposed. A single micro-batch cannot be shared.
-    several = plan.global_num_micro_batches > 1
-    size = plan.micro_batch if several else max(1, plan.global_batch // EXAMPLE_RANKS)
+    # Up to four ranks get the same advice, unless memory holds less; more ranks get the size that they use now.
+    size = min(plan.micro_batch, max(1, plan.global_batch // EXAMPLE_RANKS))
     most = math.ceil(plan.global_batch / size)
     return f"set micro_batch={size} for the same model on any number of ranks, up to {most}"
 
