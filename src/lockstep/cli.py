@@ -123,7 +123,7 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = nearest_name(str(value), map(str, action.choices or ()))
+            near = _meant(str(value), [str(choice) for choice in action.choices or ()])
             error.message += f" (did you mean {near}?)" if near else ""
             raise
 
@@ -143,6 +143,13 @@ class _Parser(argparse.ArgumentParser):
 
         hint = " ".join(hints) or "settings are written key=value"
         self.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
+
+
+def _meant(typed: str, words: Sequence[str]) -> str | None:
+    """Return the word that was mistyped or shortened, such as evaluate for eval."""
+    longer = next((word for word in words if len(typed) >= 3 and word.startswith(typed)), None)
+    # Less alike are words with another meaning: plan and launch, resume and resize.
+    return longer or nearest_name(typed, words, cutoff=0.7)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -286,10 +293,12 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
         return action
 
     add("ls", "RUN", "list the checkpoints of a run")
-    add("show", "RUN|CKPT", "show what is in the newest checkpoint, or in this one")
+    _add_choice(add("show", "RUN|CKPT", "show what is in the newest checkpoint, or in this one"), "show")
     add("verify", "RUN|CKPT", "read every byte; exit code 1 if any differs from what was written")
 
-    _add_export(add("export", "RUN|CKPT", "write the weights to model.safetensors, or as a Hugging Face folder"))
+    export = add("export", "RUN|CKPT", "write the weights to model.safetensors, or as a Hugging Face folder")
+    _add_choice(export, "export")
+    _add_export(export)
 
     prune = add("prune", "RUN", "delete all checkpoints but the newest, and those that the run keeps anyway")
     prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
@@ -303,13 +312,17 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", metavar="MODULE:CLASS", help=about)
 
 
+def _add_choice(action: argparse.ArgumentParser, verb: str) -> None:
+    """Add the options that choose one of the checkpoints of a run."""
+    chosen = action.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, metavar="N", help=f"step of the checkpoint to {verb} (default: the newest)")
+    chosen.add_argument("--best", action="store_true", help=f"{verb} the best checkpoint by checkpoint.best")
+
+
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
     export.add_argument("--ema", action="store_true", help="write the averages of the weights (ema.decay)")
-    chosen = export.add_mutually_exclusive_group()
-    chosen.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
-    chosen.add_argument("--best", action="store_true", help="export the best checkpoint by checkpoint.best")
-
+    export.add_argument("--overwrite", action="store_true", help="replace the file, or the folder, if it exists")
     export.add_argument(
         "--format",
         choices=["safetensors", "hf"],
@@ -323,7 +336,6 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     hugging_face.add_argument("--max-shard-size", metavar="5GB", help="largest file of weights (default 5GB)")
     hugging_face.add_argument("--merge", action="store_true", help="merge adapters into their base model")
     hugging_face.add_argument("--base", type=Path, metavar="DIR", help="folder of the base model, if it has moved")
-    hugging_face.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
 
 
 # ---- verbs ----
@@ -478,6 +490,7 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.checkpoint import command
+    from lockstep.checkpoint.choose import choose
 
     _allow_store(options)
     match options.action:
@@ -485,13 +498,14 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             text, code = _export_hf(options), 0
         case "export":
             _refuse_hf_options(options)
-            text, code = command.export(options.path, options.out, options.step, options.best, options.ema)
+            checkpoint = choose(options.path, options.step, options.best)
+            text, code = command.export(options.path, checkpoint, options.out, options.ema, options.overwrite)
         case "prune":
             text, code = command.prune(options.path, options.keep, options.dry_run, options.set_aside)
         case "ls":
             text, code = command.ls(options.path)
         case "show":
-            text, code = command.show(options.path)
+            text, code = command.show(choose(options.path, options.step, options.best))
         case _:
             text, code = command.verify(options.path)
 
@@ -514,10 +528,11 @@ def _export_hf(options: argparse.Namespace) -> str:
 
     checkpoint = choose(options.path, options.step, options.best)
     asked = {name: getattr(options, name) for name in HF_OPTIONS if getattr(options, name)}
-    return export(options.path, checkpoint, ExportOptions(out=options.out, ema=options.ema, **asked))
+    given = ExportOptions(out=options.out, ema=options.ema, overwrite=options.overwrite, **asked)
+    return export(options.path, checkpoint, given)
 
 
-HF_OPTIONS = ("assets", "max_shard_size", "merge", "base", "overwrite")
+HF_OPTIONS = ("assets", "max_shard_size", "merge", "base")
 
 
 def _refuse_hf_options(options: argparse.Namespace) -> None:

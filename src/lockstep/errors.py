@@ -6,6 +6,7 @@ ordinary exceptions; they keep their traceback.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from enum import IntEnum
@@ -227,6 +228,14 @@ def unknown_name(key: str, name: object, known: Iterable[str], is_list: bool = F
     nearest = nearest_name(str(name), names, cutoff=0.0)
     found, fix = (f"[{name}]", f"[{nearest}]") if is_list else (name, nearest)
     return UserError(f"{key}={found} is not known", f"{key} takes {', '.join(names)}", f"set {key}={fix}")
+
+
+def shell_word(value: object) -> str:
+    """Return a path or a target as it is typed in a shell, in quotes if it needs any."""
+    text = str(value)
+    # A shell takes letters of all alphabets, and shlex.quote only those of ASCII.
+    plain = "".join("a" if character.isalnum() else character for character in text)
+    return text if shlex.quote(plain) == plain else shlex.quote(text)
 
 
 def plural(count: int, one: str, many: str = "") -> str:

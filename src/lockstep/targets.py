@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast, get_args, get_origin, get_type_hints
 
 import lockstep
-from lockstep.errors import ConfigError, UserError, nearest_name
+from lockstep.errors import ConfigError, UserError, nearest_name, shell_word
 from lockstep.user_classes import import_module
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -86,17 +86,41 @@ def check(target: str) -> None:
         _check_file(target, Path(path))
         if not class_name.isidentifier():
             raise UserError(
-                f"the target {target} cannot be loaded: {class_name!r} is not a class name", "", f"use {path}:MyTask"
+                f"the target {target} cannot be loaded: {class_name!r} is not a class name",
+                "",
+                f"use {_typed(path, 'MyTask')}",
             )
 
         _check_class(path, class_name)
     elif target not in recipes():
-        near = nearest_name(target, recipes())
-        raise UserError(
-            f"the target {target} is not a recipe",
-            f"the recipes are {', '.join(recipes())}",
-            f"use {near}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
-        )
+        raise _not_a_recipe(target)
+
+
+def _not_a_recipe(target: str) -> UserError:
+    problem = f"the target {target} is not a recipe"
+
+    # The file is there, typed without its ending.
+    file = f"{target}.py"
+    if Path(file).is_file():
+        tasks = _task_names(_parsed(file))
+        return UserError(problem, f"there is a file {file}", f"use {_one_of(file, tasks) or _typed(file)}")
+
+    near = nearest_name(target, recipes())
+    return UserError(
+        problem,
+        f"the recipes are {', '.join(recipes())}",
+        f"use {near}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
+    )
+
+
+def _typed(path: str, class_name: str = "") -> str:
+    """Return a target as it is typed in a shell."""
+    return shell_word(f"{path}:{class_name}" if class_name else path)
+
+
+def _one_of(path: str, tasks: Sequence[str]) -> str:
+    """Return the targets of a file with tasks: `foo.py:Foo or foo.py:Bar`."""
+    return " or ".join(_typed(path, name) for name in tasks)
 
 
 def _is_module(path: str) -> bool:
@@ -138,8 +162,8 @@ def _parsed(path: str) -> ast.Module:
 
 def _use_a_task(path: str) -> str:
     """Return the beginning of an advice: the tasks of a file, if it has any."""
-    tasks = [f"{path}:{name}" for name in _task_names(_parsed(path))]
-    return f"use {' or '.join(tasks)}, or " if tasks else ""
+    tasks = _task_names(_parsed(path))
+    return f"use {_one_of(path, tasks)}, or " if tasks else ""
 
 
 def _check_script(target: str) -> None:
@@ -148,11 +172,11 @@ def _check_script(target: str) -> None:
     source = Path(target).read_text()
     # Crude, but it never refuses a script that trains, however it imported the two functions.
     if "start(" not in source and "fit(" not in source:
-        tasks = [f"{target}:{name}" for name in _task_names(tree)]
+        tasks = _task_names(tree)
         raise UserError(
             f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
             "",
-            f"use {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
+            f"use {_one_of(target, tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
         )
 
 
@@ -171,7 +195,7 @@ def _check_class(path: str, class_name: str) -> None:
         raise UserError(
             f"the file {path} has no class {class_name}",
             found if classes else "it has no class",
-            f"use {path}:{near or 'MyTask'}",
+            f"use {_typed(path, near or 'MyTask')}",
         )
 
     missing = [] if "*" in bound else _certainly_missing(tree, class_name)
@@ -309,7 +333,7 @@ def _lacks(path: str, class_name: str, missing: Sequence[str], tasks: Sequence[s
     return UserError(
         f"the class {class_name} in {path} is not a task: it lacks {', '.join(missing)}",
         "",
-        f"use {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
+        f"use {_typed(path, tasks[0])}" if tasks else f"write class {class_name}(lockstep.Task)",
     )
 
 
@@ -321,7 +345,7 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
     return UserError(
         f"the file {path} has no class {class_name}",
         f"its tasks are {', '.join(tasks)}" if tasks else "it has no task",
-        f"use {path}:{near or 'MyTask'}",
+        f"use {_typed(path, near or 'MyTask')}",
     )
 
 

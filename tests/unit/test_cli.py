@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import traceback
@@ -117,6 +118,20 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
         ("bench weka char_lm", "(did you mean weak?)"),
         ("launch slurn char_lm", "(did you mean slurm?)"),
         ("init clasifier", "(did you mean classifier?)"),
+        ("eval . toy.py:Toy", "(did you mean evaluate?)"),
+        ("plan char_lm", "'lab')\n"),
+        ("resume runs/one", "'lab')\n"),
+        ("train both", "lockstep: the target both is not a recipe\n  found: there is a file both.py"),
+        ("train both", "do:    use both.py:Mine\n"),
+        ("train loop", "do:    use loop.py\n"),
+        ("train 'my tasks'", "do:    use 'my tasks.py:One' or 'my tasks.py:Two'\n"),
+        ("train 'my tasks.py:Tow'", "do:    use 'my tasks.py:Two'\n"),
+        (
+            "evaluate both.py:Mine 'a run'",
+            "are swapped: a run is the run or the file of weights, and both.py:Mine the target",
+        ),
+        ("evaluate both.py:Mine 'a run'", "do:    lockstep evaluate 'a run' both.py:Mine\n"),
+        ("evaluate char_lm toy.py", "do:    lockstep evaluate toy.py char_lm\n"),
         ("evaluate nowhere toy.py:Toy", "nothing to evaluate at nowhere: no such file or folder"),
         ("evaluate nowhere char_lm", "nothing to evaluate at nowhere: no such file or folder"),
         ("evaluate . loop.py", "cannot evaluate the script loop.py"),
@@ -133,7 +148,9 @@ def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
     (tmp_path / "loop.py").write_text("import lockstep\nlockstep.start()\n")
     (tmp_path / "both.py").write_text("import lockstep\nclass Mine(lockstep.Task): ...\nlockstep.start()\n")
     (tmp_path / "bad.py").write_text("import lockstep\nlockstep.start(\n")
-    result = forked(*typed.split(), folder=tmp_path)
+    (tmp_path / "my tasks.py").write_text("class One(lockstep.Task): ...\nclass Two(lockstep.Task): ...\n")
+    (tmp_path / "a run").mkdir()
+    result = forked(*shlex.split(typed), folder=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
     assert "Traceback" not in result.stderr

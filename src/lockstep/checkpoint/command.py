@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.filesize import decimal as size_text
 
-from lockstep.checkpoint.choose import checkpoints_at, choose, retention_of, run_folder_of, storage_of
+from lockstep.checkpoint.choose import checkpoints_at, retention_of, run_folder_of, storage_of
 from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.integrity import check_size, verify_checkpoint
 from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
@@ -22,7 +22,7 @@ from lockstep.checkpoint.metrics import CheckpointMetrics, metrics_of
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.transitions import delete_checkpoint
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError, plural, shell_word
 from lockstep.observe.formats import columns
 from lockstep.run_folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside
 from lockstep.run_folder.names import EXPORT
@@ -50,9 +50,8 @@ def ls(path: Path) -> tuple[str, int]:
     return columns([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
 
 
-def show(path: Path) -> tuple[str, int]:
-    """Describe a checkpoint, or the newest checkpoint of a run, in detail."""
-    checkpoint = choose(path)
+def show(checkpoint: Checkpoint) -> tuple[str, int]:
+    """Describe a checkpoint in detail."""
     try:
         manifest = read_manifest(checkpoint)
         metrics = metrics_of(checkpoint, manifest)
@@ -136,7 +135,8 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
             continue
 
         if problems:
-            lines.append(f"{checkpoint.name} {problems[0].predicate} and stays: lockstep ckpt verify {path}")
+            verify_it = f"lockstep ckpt verify {shell_word(path)}"
+            lines.append(f"{checkpoint.name} {problems[0].predicate} and stays: {verify_it}")
         else:
             metrics[checkpoint.step] = found
 
@@ -164,11 +164,12 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     return "\n".join(lines) or "nothing to delete", failed
 
 
-def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
-    """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
-    checkpoint = choose(path, step, best)
+def export(
+    path: Path, checkpoint: Checkpoint, out: Path | None, ema: bool = False, overwrite: bool = False
+) -> tuple[str, int]:
+    """Write the weights of a checkpoint, found at `path`, to a file; with `ema`, the averages of the weights."""
     folder = out or run_folder_of(path) / EXPORT / checkpoint.name
-    target, left_out = export_weights(checkpoint, folder, ema)
+    target, left_out = export_weights(checkpoint, folder, ema, overwrite)
     if not left_out:
         return str(target), 0
 

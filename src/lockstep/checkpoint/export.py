@@ -24,15 +24,22 @@ class Weights(NamedTuple):
     frozen_digests: dict[str, str]  # of the frozen parameters that the checkpoint leaves out (checkpoint.frozen=false)
 
 
-def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> tuple[Path, list[str]]:
+def export_weights(
+    checkpoint: Checkpoint, out: Path, ema: bool = False, overwrite: bool = False
+) -> tuple[Path, list[str]]:
     """Verify every byte, and write the tensors `model.*` to `out` or to `out`/model.safetensors.
 
     Tied weights are written once; the metadata maps their other names to that name. With `ema` the averages take the
-    place of the parameters, and the file is called ema.safetensors.
+    place of the parameters, and the file is called ema.safetensors. An older file is refused, unless `overwrite`.
 
     Return the file, and the names of the frozen parameters that the checkpoint leaves out.
     """
     from lockstep.observe.weights import write_weights  # needs torch
+
+    name = AVERAGED_WEIGHTS if ema else WEIGHTS
+    target = out if out.suffix == ".safetensors" else out / name
+    if target.exists() and not overwrite:
+        raise UserError(f"{target} already exists", "", "name another folder with --out, or add --overwrite")
 
     weights = read_weights(checkpoint, ema)
     if not weights.tensors:
@@ -43,8 +50,6 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> tupl
         )
 
     # An older file is replaced as a whole or not at all.
-    name = AVERAGED_WEIGHTS if ema else WEIGHTS
-    target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, weights.tensors, weights.aliases)
     return target, sorted(weights.frozen_digests)

@@ -17,7 +17,7 @@ from lockstep.checkpoint.choose import choose, no_choice_error
 from lockstep.checkpoint.storage.folder import CheckpointStorage, list_checkpoints
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
-from lockstep.errors import UserError
+from lockstep.errors import UserError, shell_word
 from lockstep.launch.job import Job, as_json, parse_nproc
 from lockstep.launch.supervisor import supervise
 from lockstep.observe.formats import columns, figures
@@ -53,6 +53,7 @@ class EvaluateRequest:
 def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     """Evaluate, print a table, and write the result as JSON. Return an exit code."""
     # What was typed is checked before anything is read or started.
+    _check_order(request)
     targets.check(request.target)
     if targets.is_script(request.target):
         raise UserError(
@@ -76,7 +77,11 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     copy = request.json_file
 
     if copy is not None and not copy.absolute().parent.is_dir():
-        raise UserError(f"--json {copy} cannot be written: its folder does not exist", "", f"mkdir -p {copy.parent}")
+        raise UserError(
+            f"--json {copy} cannot be written: its folder does not exist",
+            "",
+            f"mkdir -p {shell_word(copy.parent)}",
+        )
 
     # The weights, and the run that they belong to, if they do.
     meant = read_path(request.path)
@@ -110,6 +115,18 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
 
     _show(run_dir, request.json_file)
     return 0
+
+
+def _check_order(request: EvaluateRequest) -> None:
+    """Refuse a target that comes before the run: say what is swapped."""
+    first, second = str(request.path), request.target
+    names_target = ":" in first or first in targets.recipes()
+    if names_target and not request.path.exists() and Path(second).exists():
+        raise UserError(
+            f"the arguments are swapped: {second} is the run or the file of weights, and {first} the target",
+            "",
+            f"lockstep evaluate {shell_word(second)} {shell_word(first)}",
+        )
 
 
 def _weights(request: EvaluateRequest, meant: RunPath) -> Path:

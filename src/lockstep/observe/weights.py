@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, shell_word
 from lockstep.files import delete_old_temporaries, replacing
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def save_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]
         raise UserError(
             f"the final weights cannot be written to {run_dir}: {error}",
             "",
-            f"make room, then add --resume {run_dir} to the same command: it resumes from the last checkpoint",
+            f"make room, then add --resume {shell_word(run_dir)} to the same command: "
+            "it resumes from the last checkpoint",
         ) from error
 
 

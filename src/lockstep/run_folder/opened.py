@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import RunConfig
-from lockstep.errors import ExitCode, UserError
+from lockstep.errors import ExitCode, UserError, shell_word
 from lockstep.run_folder.events import belongs_to_earlier_run, end_of_earlier_run
 from lockstep.run_folder.locks import lock
 from lockstep.run_folder.names import CHECKPOINTS
@@ -108,7 +108,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
         raise UserError(
             f"--resume {config.resume} cannot be used with run_dir={shown}: that folder already holds another run",
             "",
-            f"set another run_dir; or --resume {shown} to resume the run that is there",
+            f"set another run_dir; or --resume {shell_word(shown)} to resume the run that is there",
         )
 
     folder = RunFolder(path, str(shown), start_from, attempt, secrets.token_hex(4), end_of_earlier_run(path))

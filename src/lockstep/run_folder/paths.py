@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import UserError, nearest_name
+from lockstep.errors import UserError, nearest_name, shell_word
 from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
 from lockstep.run_folder.names import CHECKPOINTS, CONFIG, LOCK, LOGS, METRICS, SOURCES
 
@@ -58,7 +58,7 @@ def run_of(path: Path) -> Path:
         raise UserError(
             f"--resume {path} cannot be used: that run has not begun to train, and has no checkpoint",
             "its locks and logs, and nothing that it has trained",
-            f"start it there: run_dir={path} --resume auto, with the settings of the first command",
+            f"start it there: {shell_word(f'run_dir={path}')} --resume auto, with the settings of the first command",
         )
 
     near = None if path.exists() else nearest_name(str(path), ["auto", "never"])

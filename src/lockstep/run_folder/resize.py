@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep import files
-from lockstep.errors import UserError
+from lockstep.errors import UserError, shell_word
 from lockstep.run_folder.locks import has_launcher
 from lockstep.run_folder.names import LOCK, RESIZE_REQUEST
 
@@ -27,7 +27,7 @@ def ask_for_size(run_dir: Path, count: int) -> None:
         raise UserError(
             f"{asked}: the run is not running",
             "no launcher (lockstep train --nproc) holds its folder",
-            f"resume it: --nproc {count} --resume {run_dir}",
+            f"resume it: --nproc {count} --resume {shell_word(run_dir)}",
         )
 
     # The launcher looks for the file once a second.

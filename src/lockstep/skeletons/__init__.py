@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, shell_word
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,12 @@ def init(kind: str, name: str | None) -> str:
     made = "" if path.parent.exists() else f", and made the folder {path.parent}"
 
     # The commands in the docstring can be copied.
-    _write_new(path, source.replace(" FILE", f" {path}"))
+    _write_new(path, source.replace(" FILE", f" {shell_word(path)}"))
+    quoted = shell_word(target)
     return (
         f"wrote {path}{made}\n"
-        f"  train it    lockstep train {target} --nproc 2\n"
-        f"  check it    lockstep verify {target} --worlds 1,2\n"
+        f"  train it    lockstep train {quoted} --nproc 2\n"
+        f"  check it    lockstep verify {quoted} --worlds 1,2\n"
         f"then replace the parts marked YOURS"
     )
 

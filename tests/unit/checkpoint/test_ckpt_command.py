@@ -92,6 +92,37 @@ def test_show_describes_the_newest_or_the_one_given(run, capsys):
     ]
 
 
+def test_show_takes_a_step_of_the_run(run, capsys):
+    code, text = lockstep(capsys, "ckpt", "show", run, "--step", "10")
+    assert code == 0
+    assert ["step", "10"] in [line.split() for line in text.splitlines()]
+
+    code, text = lockstep(capsys, "ckpt", "show", run, "--step", "99")
+    assert code == 2
+    assert f"{run} has no checkpoint of step 99\n  found: it has steps 5, 10, 15\n" in text
+
+
+def test_an_exported_file_is_replaced_only_if_asked(run, capsys, tmp_path):
+    command = ["ckpt", "export", run, "--out", tmp_path / "ex"]
+    file = tmp_path / "ex" / "model.safetensors"
+    assert lockstep(capsys, *command)[0] == 0
+    first = file.stat()
+
+    code, text = lockstep(capsys, *command, "--step", "5")
+    assert code == 2
+    assert text == f"lockstep: {file} already exists\n  do:    name another folder with --out, or add --overwrite\n"
+    assert file.stat() == first
+
+    assert lockstep(capsys, *command, "--step", "5", "--overwrite")[0] == 0
+    assert file.stat() != first
+
+
+def test_advice_with_a_path_can_be_copied(run, capsys):
+    moved = run.rename(run.with_name("a run"))
+    damage(moved, 15)
+    assert f"and stays: lockstep ckpt verify '{moved}'\n" in lockstep(capsys, "ckpt", "prune", moved, "--keep", "1")[1]
+
+
 def test_a_checkpoint_of_another_version_is_named_and_stays(run, capsys, tmp_path):
     checkpoint = run / "checkpoints" / "step-00000015"
     (checkpoint / "manifest.json").write_text('{"format": 1}')
@@ -311,7 +342,7 @@ def test_any_folder_of_a_run_may_be_the_working_folder(run, capsys, monkeypatch,
 def test_an_export_is_next_to_the_folder_that_was_given(run, capsys):
     assert str(run / "checkpoints" / "step-00000015") in lockstep(capsys, "ckpt", "show", run)[1]
     for given in (run, run / "checkpoints", run / "checkpoints" / "step-00000015"):
-        code, text = lockstep(capsys, "ckpt", "export", given)
+        code, text = lockstep(capsys, "ckpt", "export", given, "--overwrite")
         assert code == 0
         assert text.splitlines()[0] == str(run / "export" / "step-00000015" / "model.safetensors")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -40,6 +41,19 @@ def test_it_passes_verify_as_the_file_says(tmp_path, kind):
     words = next(line for line in (tmp_path / "mine.py").read_text().splitlines() if line.startswith("lockstep verify"))
     assert words.split()[2] == TARGETS[kind]
     assert "PASS" in command(*words.split()[1:], folder=tmp_path).stdout
+
+
+def test_the_commands_can_be_copied_whatever_the_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = init("lm", "my model")
+    assert "lockstep train 'my model.py:MyModel' --nproc 2\n" in said
+
+    # Both places, as a shell reads them.
+    for text in (said, Path("my model.py").read_text()):
+        lines = [line.partition("lockstep ")[2] for line in text.splitlines()[:4] if "lockstep " in line]
+        train, verify = map(shlex.split, lines)
+        assert train == ["train", "my model.py:MyModel", "--nproc", "2"]
+        assert verify == ["verify", "my model.py:MyModel", "--worlds", "1,2"]
 
 
 def test_names(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from lockstep.checkpoint.reader import CheckpointReader, unreadable_error
 from lockstep.checkpoint.storage.folder import Checkpoint, CheckpointStorage, list_checkpoints
 from lockstep.checkpoint.storage.retry import Gather, retry_together, run_on_all_ranks
 from lockstep.checkpoint.storage.transitions import owner_of
-from lockstep.errors import UserError
+from lockstep.errors import UserError, shell_word
 from lockstep.run_folder.checkpoint_names import step_in
 from lockstep.runtime.context import Runtime
 
@@ -253,7 +253,8 @@ def _cannot_use_error(problem: InvalidCheckpoint, older: Checkpoint | None) -> U
     """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
     otherwise = ""
     if older:
-        otherwise = f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
+        path = shell_word(older.path)
+        otherwise = f"; or name the checkpoint before it: --resume {path}, or init_from={path}"
 
     if isinstance(problem, Unreadable):
         return unreadable_error(problem, otherwise)

@@ -17,6 +17,7 @@ from lockstep.data.map_source import MapSource
 from lockstep.data.worker_copies import attributes_of
 from lockstep.engine.checks.sample_reading import Reading, reading_of
 from lockstep.engine.checks.sketches import is_same
+from lockstep.errors import shell_word
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import preserve_rng
 from lockstep.task import BatchSource
@@ -196,7 +197,7 @@ def _warning(name: str, difference: str, checkpoint: str | None) -> str:
         follows = "results may not be comparable with earlier ones, and samples may be among those that were trained on"
 
     which = f" ({own_name})" if own_name else ""
-    again = f", and resume again with --resume {checkpoint}" if checkpoint else ""
+    again = f", and resume again with --resume {shell_word(checkpoint)}" if checkpoint else ""
     return (
         f"THE {kind.upper()} DATA{which} HAS CHANGED since the checkpoint was written: {difference}. The run continues "
         f"with the data as it is now: {follows}. If that was not meant, make the same data at every start, such as "

@@ -15,7 +15,7 @@ from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
 from lockstep.engine.log.rank_dependence import advise, has_dropout, takes_batch_statistics
-from lockstep.errors import plural
+from lockstep.errors import plural, shell_word
 from lockstep.observe.notebook import kernel
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
@@ -221,7 +221,7 @@ def describe_own_loop(name: str, folder: RunFolder) -> str | None:
     if not script.endswith(".py") or others:
         return None
 
-    return f"the loss of this loop is not checked at its start: lockstep verify {os.path.relpath(script)}"
+    return f"the loss of this loop is not checked at its start: lockstep verify {shell_word(os.path.relpath(script))}"
 
 
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
