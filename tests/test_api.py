@@ -374,3 +374,57 @@ def test_a_failed_launcher_is_not_called_a_rank(tmp_path, kind, rank, words):
     with pytest.raises(RanksFailed, match=words) as failed:
         api._raise_unless_done(ending, tmp_path, Bounds(2, 2), tmp_path)
     assert "rank None" not in str(failed.value)
+
+
+BROKEN = """
+import lockstep
+import torch
+
+
+class Broken(lockstep.Task):
+    defaults = {"steps": 2, "global_batch": 4, "log": {"progress": "off"}}
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def data(self):
+        return torch.utils.data.TensorDataset(torch.ones(8, 1))
+
+    def loss(self, model, batch):
+        return lockstep.Loss(model(batch[0]).sum(), len(batch[0]))
+
+    def after_step(self, run, result):
+        raise ValueError("this step is broken")
+"""
+EARLY = """
+raise ValueError("this file is broken")
+
+
+class Broken:
+    model = data = loss = optimizer = defaults = presets = unit = None
+"""
+
+
+def test_one_process_shows_the_users_frames_of_an_error(tmp_path):
+    (tmp_path / "task.py").write_text(BROKEN)
+    (tmp_path / "early.py").write_text(EARLY)
+    done = preloaded.run("train", "task.py:Broken", "run_dir=run", env=ENVIRONMENT, cwd=tmp_path)
+    head, place, code, *others, rest = done.stderr[done.stderr.index("Traceback") :].splitlines()
+    assert done.returncode == 1
+    assert head == "Traceback (most recent call last):"
+    assert 'task.py", line 19, in after_step' in place
+    assert code.strip() == 'raise ValueError("this step is broken")'
+    assert "ValueError: this step is broken" in others
+    assert not any(line.startswith('  File "') for line in others)
+    assert re.fullmatch(r"\(without \d+ frames of Lockstep and of libraries: see events.jsonl\)", rest)
+
+    # All frames, where the text says.
+    (event,) = [
+        json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines() if '"error"' in line
+    ]
+    assert "lockstep/api.py" in event["traceback"]
+
+    # Before there is a run folder.
+    done = preloaded.run("train", "early.py:Broken", env=ENVIRONMENT, cwd=tmp_path)
+    assert done.stderr.count('  File "') == 1
+    assert done.stderr.rstrip().endswith("frames of Lockstep and of libraries)")

@@ -26,7 +26,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.settings import typed as typed_value
 from lockstep.config.settings import under_new_names
 from lockstep.engine.checks.names import check_names
-from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
+from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable, shell_word
 from lockstep.launch import frames
 from lockstep.launch.job import PROGRAM, RESUME_COMMAND, Bounds, Job, as_json, parse_nnodes, parse_nproc
 from lockstep.launch.ranks import rank_record
@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from lockstep.engine.own_loop import OwnRun
     from lockstep.engine.setup import RunBuilder
     from lockstep.task import Task
+
+# As `sys.excepthook`.
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 # Takes the folder of a run that ended early and returns what to type to resume it.
 ResumeCommand = Callable[[Path], str]
@@ -176,6 +179,7 @@ def train(
     shape = environments.place(nproc, nnodes, join)
     if shape.here:
         wait_asleep()
+        _replace_excepthook(_show_folded)
         with _resume_hint(resume_command):
             run_target(target, layers, arguments)
 
@@ -247,8 +251,8 @@ def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) 
                 raise UserError(
                     f"the script {target} does not take the arguments that it got",
                     f"{shlex.join(arguments) or 'no arguments'}: {refusal}",
-                    f"give the script's own arguments after --, as in: {target} -- --name value; "
-                    f"python {target} --help lists them",
+                    f"give the script's own arguments after --, as in: {shell_word(target)} -- --name value; "
+                    f"python {shell_word(target)} --help lists them",
                 ) from None
             raise
 
@@ -501,9 +505,20 @@ def _shorten_user_errors() -> None:
 
     The text says what to do; frames of Lockstep would only hide it. The line of the script comes first.
     """
+    _replace_excepthook(_show_uncaught)
+
+
+def _replace_excepthook(hook: ExceptHook) -> None:
     # Notebooks, debuggers and the user's own code may show exceptions in another way.
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show_uncaught
+        sys.excepthook = hook
+
+
+def _show_folded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error of the user's code as the launcher does: without the frames of Lockstep and of libraries."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    lines = frames.fold(text, recorded=hasattr(error, "lockstep_recorded"))
+    print(printable("\n".join(lines)), file=sys.stderr)
 
 
 def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -74,10 +74,11 @@ def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
     return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)]
 
 
-def fold(traceback: str) -> list[str]:
+def fold(traceback: str, recorded: bool = True) -> list[str]:
     """Return an exception's traceback without the frames of Lockstep and of libraries, if there are other frames.
 
-    The last frame of each traceback always stays, because the exception was raised there.
+    The last frame of each traceback always stays, because the exception was raised there. `recorded`: whether the
+    whole traceback is in the events of the run.
     """
     all_lines = traceback.rstrip().splitlines()
     blocks = list(_frame_blocks(all_lines))
@@ -94,7 +95,8 @@ def fold(traceback: str) -> list[str]:
         return all_lines
 
     lines = [line for (_, text), show in zip(blocks, shown, strict=True) if show for line in text]
-    return [*lines, f"(without {plural(shown.count(False), 'frame')} of Lockstep and of libraries: see events.jsonl)"]
+    where = ": see events.jsonl" if recorded else ""
+    return [*lines, f"(without {plural(shown.count(False), 'frame')} of Lockstep and of libraries{where})"]
 
 
 def _frame_blocks(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -266,13 +267,26 @@ class RunBuilder:
             self.recorder.hide()
             left_alone = self.folder.is_left_alone(error)
             if not (left_alone or isinstance(error, Preempted)):
-                self.recorder.event("error", type=type(error).__name__, message=text_of(error))
+                self.recorder.event(
+                    "error", type=type(error).__name__, message=text_of(error), **self._traceback(error)
+                )
 
             self.recorder.close()
             if self.runtime.is_main and not left_alone:
                 write_report(self.folder.path)
 
         self.folder.release_lock()
+
+    def _traceback(self, error: BaseException) -> dict[str, str]:
+        """Return the field of the event with the whole traceback, which a launcher records for its ranks."""
+        if isinstance(error, UserError) or attempt_folder.current() is not None:
+            return {}
+
+        # Only rank 0 writes events; what shows the error names the file.
+        if self.runtime.is_main:
+            error.__dict__["lockstep_recorded"] = True
+
+        return {"traceback": "".join(traceback.format_exception(error))}
 
 
 def open_run(
