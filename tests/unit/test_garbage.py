@@ -39,7 +39,7 @@ def test_a_manifest_that_is_decoded_during_a_capture_does_not_switch_the_collect
         assert capturing.wait(60)
         return "decoded"
 
-    monkeypatch.setattr(manifest_reader, "_decode", slow)
+    monkeypatch.setattr(manifest_reader, "_parse", slow)
     decode = threading.Thread(
         target=manifest_reader.decode_manifest, args=(b"", Checkpoint(CheckpointStorage(tmp_path), "step-00000001"))
     )
