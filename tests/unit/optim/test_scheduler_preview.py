@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.optim.schedulers.preview import Failure, Preview, Rates, can_be_previewed, sign_of_epochs
+from lockstep.optim.schedulers.preview import MOST_STEPS, Failure, Preview, Rates, can_be_previewed, sign_of_epochs
 
 STEPS = 50
 PER_EPOCH = 10
@@ -223,6 +224,7 @@ def sign(make: Callable[[Any], Any], steps: int = STEPS, per_epoch: int | None =
         (lambda o: lr_scheduler.MultiStepLR(o, [3, 4], gamma=1e-4), "milestones=[30, 40] would"),
         (lambda o: lr_scheduler.CosineAnnealingLR(o, 5), "T_max=50 would be"),
         (lambda o: lr_scheduler.PolynomialLR(o, 5), "total_iters=50 would"),
+        (lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=5), "anneal_epochs=50 would"),
         (lambda o: sequential(o, 10), "T_max=50 would"),
         (lambda o: lr_scheduler.ExponentialLR(o, 0.5), "ExponentialLR looks as if"),
         (lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch), "falls from 0.1 to 2.98e-09"),
@@ -231,6 +233,13 @@ def sign(make: Callable[[Any], Any], steps: int = STEPS, per_epoch: int | None =
 def test_a_scheduler_that_counts_epochs_is_named(make: Callable[[Any], Any], words: str) -> None:
     assert words in sign(make)
     assert "once for every optimizer step" in sign(make)
+
+
+def test_a_long_run_of_swalr_is_judged_without_its_rates() -> None:
+    optimizer, real = made(lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=5))
+    assert Preview([real], optimizer).look(10 * MOST_STEPS) is None
+    assert "SWALR(anneal_epochs=5)" in sign_of_epochs([real], None, 10 * MOST_STEPS, MOST_STEPS)
+    assert sign_of_epochs([real], None, 10 * MOST_STEPS, 2500) == ""  # four epochs
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
 
 from lockstep.runtime.seeds import preserve_rng
 
@@ -35,7 +36,7 @@ DIRECT = frozenset(
 )
 
 # These must go through all steps, which takes about 20 us for each.
-STEPWISE = frozenset((lr_scheduler.MultiplicativeLR, lr_scheduler.ChainedScheduler))
+STEPWISE = frozenset((lr_scheduler.MultiplicativeLR, lr_scheduler.ChainedScheduler, SWALR))
 MOST_STEPS = 1000
 
 # A function that is called in advance may use numbers and these, and nothing that could change.
@@ -247,25 +248,33 @@ LENGTHS: dict[type, str] = {
     lr_scheduler.MultiStepLR: "milestones",
     lr_scheduler.PolynomialLR: "total_iters",
     lr_scheduler.StepLR: "step_size",
+    SWALR: "anneal_epochs",
 }
 
 MANY = 4  # an epoch of at least this many steps is not mistaken for a step
 MOST_EPOCHS = 300  # in a run of more epochs, a number of steps may well be smaller than theirs
 
 
-def sign_of_epochs(schedulers: Sequence[LRScheduler], rates: Rates, steps: int, steps_per_epoch: int | None) -> str:
-    """Return what looks as if the schedulers counted epochs, and what to type; "" if nothing does."""
+def sign_of_epochs(
+    schedulers: Sequence[LRScheduler], rates: Rates | None, steps: int, steps_per_epoch: int | None
+) -> str:
+    """Return what looks as if the schedulers counted epochs, and what to type; "" if nothing does.
+
+    `rates` is None if they could not be computed.
+    """
     many = steps_per_epoch or 0
     epochs = math.ceil(steps / many) if many >= MANY else 0
-    peak = max(*rates.first_half, *rates.second_half)
-    begins, falls = rates.second_half[0], max(rates.second_half) < FALLEN * peak
+    peak = max(*rates.first_half, *rates.second_half) if rates else 0.0
+    falls = rates is not None and max(rates.second_half) < FALLEN * peak
     for scheduler in _in_force(schedulers, steps // 2):
         name, key = type(scheduler).__name__, LENGTHS.get(type(scheduler), "")
         given = _length(scheduler, key)
 
-        # A cosine rises again after T_max, so its rate goes up and down in all of the run.
+        # A cosine rises again after T_max, so its rate goes up and down in all of the run. SWALR ends at a rate that is
+        # still large, and torch calls its argument epochs.
         oscillates = key == "T_max" and given == [epochs]
-        if 0 < epochs <= MOST_EPOCHS and given and (oscillates or (falls and max(given) <= epochs)):
+        ends_early = (falls or key == "anneal_epochs") and bool(given) and max(given) <= epochs
+        if 0 < epochs <= MOST_EPOCHS and (oscillates or ends_early):
             shown, counted = given, [number * many for number in given]
             if key != "milestones":
                 (shown,), (counted,) = given, counted
@@ -275,8 +284,9 @@ def sign_of_epochs(schedulers: Sequence[LRScheduler], rates: Rates, steps: int, 
                 f"it once for every optimizer step: {key}={counted} would be that many epochs of {many} steps"
             )
 
-    if falls:
+    if rates and falls:
         names = " and ".join(dict.fromkeys(type(scheduler).__name__ for scheduler in schedulers))
+        begins = rates.second_half[0]
         an_epoch = f" (an epoch has {many})" if many else ""
         return (
             f"the learning rate falls from {peak:.3g} to {begins:.3g} in the first half of the run, and stays there: "

@@ -146,7 +146,7 @@ class SchedulerRate(LearningRate):
 
             return [f"{error.problem}: {error.found}. If the run gets so far, it fails there; {error.fix}"]
 
-        sign = sign_of_epochs(schedulers, self._rates, steps, steps_per_epoch) if self._rates else ""
+        sign = sign_of_epochs(schedulers, self._rates, steps, steps_per_epoch)
         return [sign] if sign else []
 
     def banner(self) -> str:
