@@ -694,6 +694,12 @@ def test_the_mean_of_nothing_weighs_nothing(n: Any) -> None:
     assert not logits.grad.isnan().any()
 
 
+@pytest.mark.parametrize("n", [0, 2, torch.tensor(0)])
+def test_a_mean_that_is_a_plain_number_is_refused(n: Any) -> None:
+    with pytest.raises(UserError, match=r"it is a float(.|\n)*return Loss\(\(pred \* 0\)\.sum\(\), weight=0\)"):
+        Loss.mean(sum([], 0.0), n)  # pyrefly: ignore[bad-argument-type]
+
+
 def test_the_mean_of_nothing_has_no_gradient_even_if_its_backward_divides_by_zero() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     mask = torch.zeros(2)

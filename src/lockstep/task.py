@@ -59,6 +59,15 @@ class Loss:
         With a weight of 0 the mean is NaN, but the total is 0, and so is its gradient. If the weight is a tensor, the
         gradient is 0 only if the mean's own backward is finite, as cross_entropy's is; otherwise pass the sum.
         """
+        # The sum over an empty list is a plain 0.
+        if not isinstance(mean, Tensor):
+            raise UserError(
+                f"the mean of a loss must be a tensor with a gradient; it is a {type(mean).__name__}",
+                f"Loss.mean({mean!r}, ...)",
+                "for a batch without terms, return Loss((pred * 0).sum(), weight=0), where pred is what the model "
+                "returned; otherwise remove .item() or float()",
+            )
+
         if isinstance(weight, Tensor):
             total = torch.where(weight == 0, torch.nan_to_num(mean) * 0.0, mean * weight)
         else:
