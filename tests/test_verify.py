@@ -97,6 +97,49 @@ def test_a_pass_that_is_due_to_verify_names_its_condition(runner: Runner, task: 
         assert not any("set micro_batch" in note for note in report.notes)
 
 
+DETECTS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from lockstep import Loss, Task
+
+
+class Detector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x, y):
+        boxes = self.body(x)
+        return {"box": ((boxes - y) ** 2).sum()} if self.training else list(boxes)
+
+
+class Detects(Task):
+    defaults = {"global_batch": 8, "micro_batch": 4, "steps": 4}
+
+    def model(self):
+        return Detector()
+
+    def data(self):
+        g = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(32, 4, generator=g), torch.randn(32, 1, generator=g))
+
+    def loss(self, model, batch):
+        return Loss(sum(model(*batch).values()), len(batch[0]))
+"""
+
+
+def test_a_loss_that_fails_in_eval_mode_is_judged_by_the_layouts_in_training(runner: Runner, tmp_path: Path) -> None:
+    """As models for detection do: they return no losses in eval mode, where only verify calls the loss."""
+    (tmp_path / "detects.py").write_text(DETECTS)
+    report = verify(f"{tmp_path / 'detects.py'}:Detects", [], QUICK, runner)
+    assert report.passed, text_of(report)
+    assert report.condition == "without other splits of the batch: the loss fails in eval mode"
+    assert any("AttributeError: 'list' object has no attribute 'values'" in note for note in report.notes)
+    assert {row.role for row in report.rows} == {"reference", "again", "rounding", "world"}
+    assert_readable(report)
+
+
 def test_batchnorm_is_the_cause_where_verify_cannot_choose_the_micro_batch(runner: Runner) -> None:
     layers = [("test", {"checks.loss": "batch-coupled"})]
     report = verify(f"{ZOO / 'broken.py'}:BatchNorm", layers, QUICK, runner)

@@ -160,6 +160,10 @@ def _verify(
     follows = _follows_micro_batches(trials)
     condition = _condition(trials, worlds, follows, first.facts["follows_ranks"])
     notes = [*matrix.notes, *notes, *_about_micro_batches(trials, follows, condition, splits), *_about_rounding(trials)]
+
+    # What could not be compared is a condition as well.
+    untried = "without other splits of the batch: the loss fails in eval mode" if _eval_failure(trials) else ""
+    condition = "; and ".join(filter(None, [condition, untried]))
     return VerifyReport(
         target,
         options.steps,
@@ -207,6 +211,12 @@ def _splits(trials: TrialCache) -> tuple[list[Trial], list[str]]:
     splits = [replace(split, eval_mode=True) for split in splits]
     measures = [replace(trial, eval_mode=True) for trial in (trials.matrix.reference, *trials.matrix.nudged)]
     reference, *_ = trials.need([*measures, *splits])
+
+    if failure := _eval_failure(trials):
+        return [], [
+            f"{' and '.join(_follows_micro_batches(trials))} follow the micro-batch, so other splits of the batch can "
+            f"be compared only in eval mode, where the loss fails: {failure}"
+        ]
 
     if reference.drawn:
         return [], [
@@ -282,6 +292,16 @@ def _follows_micro_batches(trials: TrialCache) -> list[str]:
     reference = trials.reference
     numbers = ["random numbers (dropout, noise)"] if reference.drawn else []
     return numbers + (["the statistics of BatchNorm"] if reference.facts["batchnorm"] else [])
+
+
+def _eval_failure(trials: TrialCache) -> str:
+    """Return the first line of the error with which the loss fails in eval mode; "" if it works or was not tried.
+
+    A model may return something else in eval mode, as models for detection do. Training never calls its loss there.
+    """
+    record = trials.records.get(replace(trials.matrix.reference, eval_mode=True))
+    failure = record.failure if record else None
+    return f"{failure.kind}: {failure.message}".splitlines()[0] if failure and failure.origin == "exception" else ""
 
 
 def _condition(trials: TrialCache, worlds: list[Trial], follows: list[str], follows_ranks: bool) -> str:
