@@ -15,7 +15,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Rows, fit, open_watched
+from ranks.support import Rows, assert_user_errors, fit, open_watched, train_by_hand
 
 WORLDS = (1, 2, 3, 4)
 
@@ -162,6 +162,21 @@ def test_fit_and_the_own_loop_agree(pool: Pool) -> None:
             assert trace.summary["eval_metrics"] == expected.metrics
         for found in pool.run(own_evaluate, task, settings, world=size):
             assert found == {"loss": expected.loss, **expected.metrics}
+
+
+def evaluate_on_rank_0(world: World, store: Any, task: Scored, settings: dict[str, Any]) -> None:
+    with open_watched(world, store, settings) as builder:
+        own = OwnRun(builder)
+        train_by_hand(own, task)
+        if own.is_main:
+            own.evaluate(task.eval_data(), task.eval_loss)
+        own.close()
+
+
+def test_an_evaluation_of_one_rank_after_the_loop_is_named(pool: Pool) -> None:
+    errors = pool.errors(evaluate_on_rank_0, Scored(9), values(micro_batch=2), world=2)
+    assert len(errors) == 2
+    assert_user_errors(errors, "run.evaluate(...) was called on rank 0, and not on the others")
 
 
 class Normalised(Scored):

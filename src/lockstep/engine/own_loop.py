@@ -232,6 +232,9 @@ class OwnRun(BuiltRunView):
         self._check_model("run.evaluate(dataset, loss)")
         chosen = make_set(dataset, loss, collate, name=name, monitored=monitor, metrics=metrics or {})
 
+        # Ranks that do not call it are in another collective: after the loop, in one of the end of the run.
+        self._builder.runtime.collectives.all_gather_json(None, "run.evaluate(...)")
+
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
             (evaluation,) = self._run.evaluate([chosen])
