@@ -227,6 +227,11 @@ def _copied(value: Any) -> Any:
         case None | bool() | int() | float() | str():
             return value
 
+        # The model's parameters have a place of their own in the snapshot. What else holds them (`nn.LSTM` does) may have
+        # others after a forward under FSDP, which frees the storage of the first.
+        case nn.Parameter():
+            return _NOT_COPIED
+
         case Tensor():
             return value.detach().clone()
 
@@ -293,6 +298,9 @@ def _same_generator(state: Any, old: Any) -> bool:
 
 def _restored(value: Any, old: Any) -> Any:
     """Return the value with its old content. Containers and tensors are changed in place: other code may hold them."""
+    if old is _NOT_COPIED:
+        return value
+
     match value:
         case Tensor() if value.shape == old.shape:
             value.copy_(old)
