@@ -1,4 +1,4 @@
-"""The private members of torch's FSDP2 that Lockstep uses. No other module knows them (torch 2.11 to 2.13).
+"""The private members of torch's FSDP2 that Lockstep uses. No other module knows them (torch 2.11 to 2.15).
 
 FSDP2's public functions shard, gather and reshard. They show neither the gathered parameters nor which of these have a
 gradient, call nothing around a forward or before a reduction, gather for no tensors but those that a module returns,
@@ -31,14 +31,13 @@ GROUP_MEMBERS = (
     "_init_mp_dtypes",
     "fsdp_params",
     "mesh_info",
-    "mp_policy",
     "post_backward",
     "post_forward",
     "pre_forward",
     "reduce_grads",
     "reshard_after_backward",
 )
-PARAMETER_MEMBERS = ("_param_fqn", "init_dtype_attrs", "sharded_param", "unsharded_accumulated_grad")
+PARAMETER_MEMBERS = ("_param_fqn", "init_dtype_attrs", "mp_policy", "sharded_param", "unsharded_accumulated_grad")
 
 
 def check_members(module: FSDPModule) -> None:
@@ -55,7 +54,7 @@ def check_members(module: FSDPModule) -> None:
             f"torch {torch.__version__} has changed its FSDP: there is no {missing[0]} any more, which sharded "
             "parameters need",
             "" if len(missing) == 1 else f"there are {len(missing)} of them: {', '.join(missing)}",
-            "install torch 2.11, 2.12 or 2.13; or set strategy=ddp or strategy=zero1",
+            "install a torch from 2.11 to 2.15; or set strategy=ddp or strategy=zero1",
         )
 
 
@@ -160,7 +159,11 @@ def reduce_each_dtype(module: FSDPModule) -> None:
 
     def init_dtypes() -> None:
         for parameter in parameters:
-            parameter.init_dtype_attrs(group.mp_policy)
+            parameter.init_dtype_attrs(parameter.mp_policy)
+
+    def select(selected: list[Any]) -> None:
+        group.fsdp_params = selected
+        group._reduce_scatter_param_indices = range(len(selected))  # torch 2.15 reduces those at these indices
 
     def post_backward(*unused: Any) -> None:
         reshards = group.reshard_after_backward
@@ -169,10 +172,11 @@ def reduce_each_dtype(module: FSDPModule) -> None:
         try:
             group.reshard_after_backward = False
             for dtype in dtypes[1:]:
-                group.fsdp_params = [p for p in parameters if shard(p).dtype == dtype]
+                select([p for p in parameters if shard(p).dtype == dtype])
                 reduce(*unused)
         finally:
-            group.fsdp_params, group.reshard_after_backward = parameters, reshards
+            select(parameters)
+            group.reshard_after_backward = reshards
 
         # The gradients that are left have the first dtype.
         reduce(*unused)
@@ -183,7 +187,10 @@ def reduce_each_dtype(module: FSDPModule) -> None:
 
 def end_backward(root: FSDPModule) -> None:
     """Reduce all full gradients and reshard, as torch does when a backward ends. `root` is the outermost module."""
-    _state(root)._root_post_backward_final_callback()
+    state = _state(root)
+    # torch 2.15 asserts that a backward runs: None means that it has ended. True would leave the reduction to its user.
+    state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 def forget_failed_backward(root: FSDPModule) -> None:
