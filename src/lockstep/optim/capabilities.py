@@ -133,7 +133,7 @@ def refuse_dependent(optimizer: torch.optim.Optimizer, problem: str, fix: str) -
 # ---- hooks on the step ----
 
 
-# torch's private tables of the hooks on the steps of all optimizers, by kind (torch 2.11 to 2.13).
+# torch's private tables of the hooks on the steps of all optimizers, by kind (torch 2.11 to 2.15).
 # `tests/unit/optim/test_step_hooks.py` fails when torch changes them.
 HOOKS_OF_ALL: dict[str, Mapping[int, Any]] = {
     "pre": torch_optimizer._global_optimizer_pre_hooks,
