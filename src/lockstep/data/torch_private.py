@@ -1,4 +1,4 @@
-"""The private members of torch's DataLoader that Lockstep uses. No other module knows them (torch 2.11 to 2.13).
+"""The private members of torch's DataLoader that Lockstep uses. No other module knows them (torch 2.11 to 2.15).
 
 torch's public interface neither names the worker processes of a DataLoader nor ends them at a given time, lets no
 dataset be read whole in a worker process, and has no function that pins a batch.

@@ -62,7 +62,7 @@ def free_group_last(ddp: DistributedDataParallel) -> None:
     This works around pytorch/pytorch#56297. If the process group is destroyed while `ddp` is alive, its reducer has the
     last reference to the group, and frees it while it holds the GIL. With gloo that waits for threads which may need
     the GIL themselves, to release the tensors of the last collective. Python's own reference to a group releases the
-    GIL, so that one has to be the last. torch 2.15 has a fix: tests/unit/parallel/ddp/test_torch_private.py shows it.
+    GIL, so that one has to be the last. torch 2.14 has a fix: tests/unit/parallel/ddp/test_torch_private.py shows it.
     """
     # The logger has a reference to the reducer. At exit these references stay: `ddp` may live longer than that.
     for part in (ddp.reducer, ddp.logger):

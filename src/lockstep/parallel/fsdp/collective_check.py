@@ -1,7 +1,7 @@
 """Check that all ranks use the same parameters, because FSDP2 does not.
 
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
-same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
+same order. torch (2.11 to 2.15, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
 parameters that the rank itself used, and does not compare ranks: if only some ranks use a part of the model, gloo
 aborts, and nccl hangs or adds gradients of different parameters. So before each of these collectives the ranks compare
 what they are about to do: always over gloo, and only in the first passes over nccl, where the host must wait.
