@@ -22,7 +22,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
-from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for, strongest_value
+from lockstep.config import (
+    Layer,
+    Resolved,
+    check,
+    flatten,
+    from_object,
+    resolve,
+    resolve_for,
+    strongest_value,
+    words_not_read,
+)
 from lockstep.config.settings import typed as typed_value
 from lockstep.config.settings import under_new_names
 from lockstep.engine.checks.names import check_names
@@ -484,6 +494,9 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
 
     name = kernel.notebook_name() or Path(sys.argv[0]).stem or "run"
     with _resume_hint(_advice_unless_launched("start")), running(resolved, name) as builder:
+        if LAYERS not in os.environ:
+            _warn_of_words(builder)
+
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -498,6 +511,15 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
 
     if regular_exit is not None:
         raise regular_exit
+
+
+def _warn_of_words(builder: RunBuilder) -> None:
+    """Warn of settings on the command line of a script that `lockstep train` did not start."""
+    if words := words_not_read(sys.argv[1:], builder.config):
+        typed = shlex.join(words)
+        nproc = "" if builder.runtime.world.alone else f" --nproc {builder.runtime.world.size}"
+        command = f"lockstep train {shlex.join([sys.argv[0], *words])}{nproc}"
+        builder.recorder.event("warning", reason=f"{typed}: only `lockstep train` reads settings: {command}")
 
 
 def _shorten_user_errors() -> None:

@@ -174,6 +174,8 @@ _TABLE = {
 # What to do in a script with its own loop, where there is no loss() that could return a Loss.
 _IN_OWN_LOOP = {
     "mean-of-means": "call step.backward(sum, weight=number of terms), with reduction='sum' and no division",
+    "mean-for-sum": "use reduction='sum' (or .sum()): step.backward(F.cross_entropy(out, y, reduction='sum'), "
+    "weight=len(y)); or multiply the mean by the number of its terms: step.backward(loss * len(y), weight=len(y))",
     "loss-weight": "call step.backward(sum, weight=number of terms), not with a mean times the batch size",
     "changed-in-forward": "take what it changes out of the forward, and do it once per step, after step.apply(): "
     "docs/howto/gan.md has it for spectral norm",

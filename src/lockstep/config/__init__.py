@@ -17,7 +17,7 @@ load          files, command line, Python objects -> layers
 
 from __future__ import annotations
 
-from lockstep.config.load import from_object, read_file, read_layers
+from lockstep.config.load import from_object, read_file, read_layers, words_not_read
 from lockstep.config.resolve import (
     ONLY_TRAINING,
     Layer,
@@ -64,4 +64,5 @@ __all__ = [
     "resolve_for",
     "strongest_value",
     "to_yaml",
+    "words_not_read",
 ]

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import yaml
 from lockstep.config import yaml_dialect
 from lockstep.config.resolve import Layer, check, nearest, nest, settings_of, usual
 from lockstep.config.schema import KEYS, RunConfig
-from lockstep.config.settings import nested, typed
+from lockstep.config.settings import flatten, nested, typed
 from lockstep.errors import ConfigError, UserError
 
 # ---- files ----
@@ -126,6 +127,26 @@ def _override(arg: str) -> tuple[str, Any]:
         raise UserError(
             f"{shown} is not a complete list, mapping or quoted text", "", f"close it, or quote a text: {key}=\"'...'\""
         ) from None
+
+
+def words_not_read(words: Sequence[str], config: RunConfig) -> list[str]:
+    """Return those of a script's `words` that are settings, as `lockstep train` reads them, and are not in `config`.
+
+    A script may read such words itself and pass them on: then they are in `config`.
+    """
+    values = flatten(config)
+    unread = []
+    for word in words:
+        if word.partition("=")[0].strip() not in KEYS:
+            continue
+
+        # Words that `lockstep train` would refuse are the script's own.
+        with suppress(UserError):
+            key, value = _override(word)
+            if values.get(key) != value:
+                unread.append(word)
+
+    return unread
 
 
 def from_object(obj: Any) -> dict[str, Any]:

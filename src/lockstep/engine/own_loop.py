@@ -36,6 +36,7 @@ from lockstep.parallel.compiled.compiler import compiler_of
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.micro_batches import runs_whole_model
 from lockstep.runtime.heartbeat import waits_in_step
+from lockstep.runtime.seeds import HostSeeds
 from lockstep.task import Loss
 
 BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after one of them did
@@ -167,6 +168,7 @@ class OwnRun(BuiltRunView):
             )
 
         self._builder.registered.add(name, stateful)
+        self._builder.registers_own = True
 
     def add_callback(self, callback: Any) -> None:
         """Call the hooks of `callback` during the run, see `lockstep.callbacks`. Call it before `run.steps`."""
@@ -196,11 +198,12 @@ class OwnRun(BuiltRunView):
         run.hooks.inject_faults()
 
         gradients = GradientGuard(run.trained_model.optimizers)
+        host_seeds = HostSeeds(run.config.seed, always=run.config.exact)
 
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
-            step = OwnStep(run, batches, gradients)
+            step = OwnStep(run, batches, gradients, host_seeds)
             try:
                 yield step
             finally:

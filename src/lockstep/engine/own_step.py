@@ -17,7 +17,7 @@ from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import LET_THROUGH
 from lockstep.parallel.micro_batches import runs_whole_model
 from lockstep.parallel.progress import backward_failed
-from lockstep.runtime.seeds import derive, seed_torch
+from lockstep.runtime.seeds import HostSeeds, derive, seed_torch
 from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
 
 
@@ -27,9 +27,10 @@ class OwnStep:
     If the loop asked for several passes over the batches of a step (`passes.py`), each pass is all of this.
     """
 
-    def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard):
+    def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard, host_seeds: HostSeeds):
         self._run = run
         self._gradients = gradients
+        self._host_seeds = host_seeds
         assert runs_whole_model(run.driver), "OwnRun.setup refuses a pipeline"
         self._driver = run.driver
 
@@ -42,6 +43,7 @@ class OwnStep:
 
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
+        host_seeds.begin("step", self.index)
 
         # The current pass over the batches.
         self._batches = batches
@@ -65,8 +67,10 @@ class OwnStep:
             raise self._went_over_again("before step.apply(): every batch of the pass has had its backward")
 
         self._check_backward_done()
+        self._host_seeds.end()
         for micro in self._feed:
             self._yielded += 1
+            self._host_seeds.begin("model", self.index, micro.index)
             self._driver.before_forward(micro, self._progress)
             self._gradients.note()
 
@@ -110,9 +114,9 @@ class OwnStep:
             self._gradients.is_new = False
             check_not_scaled(loss_sum)
 
-        # Once in a run: the first forward must have left the state as it was.
+        # Once in a run: the first forward must have left the state as it was, and its loss must be a sum.
         if self._snapshot:
-            check_own_loop(self._run, self._snapshot)
+            check_own_loop(self._run, self._snapshot, loss_sum, weight)
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
@@ -120,6 +124,8 @@ class OwnStep:
             loss = Loss(loss_sum, weight, metrics)
             loss = self._run.hooks.before_backward(loss)
             self._reduced = self._driver.finish_micro_batch(loss, self._progress)
+
+        self._host_seeds.end()
 
         # The gradients are reduced, and the loop may do anything now, but `apply` needs them.
         if self._reduced:
@@ -212,6 +218,7 @@ class OwnStep:
         else:
             # End the step here, not after the body of the loop, so that the rest of the body sees the new step count.
             self.ended = True
+            self._host_seeds.end_step(self.index, self._run.runtime.collectives.any)
             self.result = self._run.end_step(self._batches, self.result)
 
         self._run.runtime.heartbeat.beat("user code")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,18 @@ def rng_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
+def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Return the names of the generators whose state differs."""
+    # A NumPy state is (name, key, position in the key, ...).
+    same_key = np.array_equal(before["numpy"][1], after["numpy"][1])
+    changed = {
+        "random": before["random"] != after["random"],
+        "numpy": before["numpy"][2] != after["numpy"][2] or not same_key,
+        **{name: not torch.equal(before[name], after[name]) for name in before if name in ("torch", "cuda")},
+    }
+    return {name for name, was_used in changed.items() if was_used}
+
+
 @contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
     """Restore the global generators at the end, so that training draws the numbers that it would have drawn anyway."""
@@ -77,7 +89,60 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(states["torch"])
-        np.random.set_state(states["numpy"])
-        random.setstate(states["random"])
+        _restore_host(states)
         if device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], device)
+
+
+class HostSeeds:
+    """Seeds Python's and numpy's global generators in a custom loop, if its first step draws from them.
+
+    That step is the first one of this process, and all ranks agree about it. Like the seeds of torch, these are a pure
+    function of step and micro-batch. Seeding takes some 10 us, so a loop that draws nothing is not seeded any more, and
+    finds both generators as they would have been.
+    """
+
+    def __init__(self, seed: int, always: bool = False):
+        """`always`: seed in every step, whatever the first one draws."""
+        self._seed = seed
+        self._is_first = not always
+        self._draws = always
+
+        # In the first step: the states before and after the last seeding, until `end`.
+        self._states: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def begin(self, stream: str, *keys: int) -> None:
+        """Seed the generators for the code of the user that follows, up to `end`."""
+        if not (self._is_first or self._draws):
+            return
+
+        before = rng_states(CPU) if self._is_first else {}
+        seed_host(derive(self._seed, stream, *keys))
+        if self._is_first:
+            self._states = before, rng_states(CPU)
+
+    def end(self) -> None:
+        """Find out whether code of the user has drawn since `begin`. If it has not, undo the seeding."""
+        if self._states is None:
+            return
+
+        before, seeded = self._states
+        self._states = None
+        if used_generators(seeded, rng_states(CPU)) & {"numpy", "random"}:
+            self._draws = True
+        else:
+            _restore_host(before)
+
+    def end_step(self, step: int, on_any_rank: Callable[[bool], bool]) -> None:
+        """End a step. What is drawn until the next one follows the step. Collective in the first step."""
+        if self._is_first:
+            self._is_first = False
+            self._draws = on_any_rank(self._draws)
+
+        if self._draws:
+            seed_host(derive(self._seed, "update", step))
+
+
+def _restore_host(states: dict[str, Any]) -> None:
+    np.random.set_state(states["numpy"])
+    random.setstate(states["random"])

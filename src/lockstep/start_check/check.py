@@ -27,7 +27,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.calls.chain import run_eagerly
 from lockstep.parallel.micro_batches import MicroBatchDriver
 from lockstep.parallel.sharded import RanksDiffer
-from lockstep.runtime.seeds import preserve_rng, rng_states
+from lockstep.runtime.seeds import preserve_rng, rng_states, used_generators
 from lockstep.start_check import data
 from lockstep.start_check.alone import as_one_rank
 from lockstep.start_check.checked_run import CheckedRun
@@ -44,7 +44,6 @@ from lockstep.start_check.mistakes import (
     same_metrics,
 )
 from lockstep.start_check.probe import Inconclusive, Probe, without_batch_statistics
-from lockstep.start_check.random_numbers import used_generators
 from lockstep.start_check.samples import Samples, read_samples, read_stream_samples
 from lockstep.start_check.snapshot import CheckSnapshot
 

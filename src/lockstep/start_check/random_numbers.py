@@ -9,24 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Arguments = Mapping[str, Any]
-
-
-def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Return the names of the generators whose state differs."""
-    # A NumPy state is (name, key, position in the key, ...).
-    same_key = np.array_equal(before["numpy"][1], after["numpy"][1])
-    changed = {
-        "random": before["random"] != after["random"],
-        "numpy": before["numpy"][2] != after["numpy"][2] or not same_key,
-        **{name: not torch.equal(before[name], after[name]) for name in before if name in ("torch", "cuda")},
-    }
-    return {name for name, was_used in changed.items() if was_used}
 
 
 class ConstantDraws(TorchDispatchMode):

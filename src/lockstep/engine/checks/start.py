@@ -1,7 +1,7 @@
 """The check at the start, for a Run.
 
 `start_check` calls the loss of a task before the first step. That of a custom loop cannot be called: its first forward
-is checked instead, which must leave the state of the model as it was.
+and its first loss are checked instead: the state of the model must stay as it was, and the loss must not be a mean.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import in_own_loop
+from lockstep.engine.checks.mean_loss import find_mean
 from lockstep.engine.hooks.calls import overridden
 from lockstep.start_check.check import accepted_causes, error_for
 from lockstep.start_check.checked_run import CheckedRun
@@ -45,8 +46,11 @@ def snapshot_for_own_loop(run: Run) -> CheckSnapshot | None:
     return CheckSnapshot(run.driver.model, None, (), copies_parameters=False)
 
 
-def check_own_loop(run: Run, snapshot: CheckSnapshot) -> None:
-    """Raise if the first forward of a custom loop changed state that it must not change. Call it before backward."""
+def check_own_loop(run: Run, snapshot: CheckSnapshot, loss_sum: Any, weight: Any) -> None:
+    """Raise if the first forward of a custom loop changed state that it must not change, or if its loss is a mean.
+
+    Call it before the first backward, with the arguments of `step.backward`.
+    """
     changes = snapshot.changes()
 
     # Running statistics of a BatchNorm are meant to change, and Lockstep knows how to combine them.
@@ -55,6 +59,6 @@ def check_own_loop(run: Run, snapshot: CheckSnapshot) -> None:
 
     changes.averages = []
 
-    cause = judge_changes(changes, set())
-    if cause and cause.key not in accepted_causes(run.config):
-        raise error_for(in_own_loop(cause), run.config)
+    for cause in (judge_changes(changes, set()), find_mean(loss_sum, weight)):
+        if cause and cause.key not in accepted_causes(run.config):
+            raise error_for(in_own_loop(cause), run.config)

@@ -7,9 +7,10 @@ the user's loop draws random numbers is known after the first step.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -19,6 +20,7 @@ from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger
+from lockstep.runtime.seeds import rng_states, used_generators
 from lockstep.task import Loss, MicroBatch
 
 EXAMPLE_RANKS = 4  # for which a micro-batch is proposed, unless there are more
@@ -60,7 +62,7 @@ def advise(plan: Plan) -> str:
 
 
 class FirstDraws(StepPart):
-    """Logs a note if the first step draws random numbers from torch's generators. It takes part in that step only."""
+    """Logs a note if the first step draws random numbers from a global generator. It takes part in that step only."""
 
     slot = "log"
 
@@ -68,14 +70,14 @@ class FirstDraws(StepPart):
         self._plan = plan
         self._device = device
         self._log_event = log_event
-        self._states: list[Tensor] = []
+        self._states: dict[str, Any] = {}
         self._drew = False
 
     def before_forward(self, micro: MicroBatch, progress: PassProgress) -> None:
-        self._states = self._read()
+        self._states = rng_states(self._device)  # no device is waited for
 
     def before_backward(self, loss: Loss, progress: PassProgress) -> None:
-        self._drew |= any(not torch.equal(a, b) for a, b in zip(self._states, self._read(), strict=True))
+        self._drew |= bool(used_generators(self._states, rng_states(self._device)))
 
     def end_step(self, progress: PassProgress) -> None:
         if self._drew:
@@ -85,11 +87,3 @@ class FirstDraws(StepPart):
             )
 
         self.is_done = True
-
-    def _read(self) -> list[Tensor]:
-        """Return the states of the generators that `seed_torch` seeds. No device is waited for."""
-        states = [torch.default_generator.get_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.default_generators[self._device.index or 0].get_state())
-
-        return states

@@ -73,6 +73,7 @@ class RunBuilder:
     callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
     hooks: Hooks = field(init=False)  # none until `use_hooks`
     reads_loss: bool = False  # whether the user's code reads the loss of each step
+    registers_own: bool = False  # whether a custom loop has called `run.register`
     passes: int = 1  # how often a custom loop goes over the batches of each step
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.

@@ -44,6 +44,9 @@ from lockstep.task import BatchSource, Task
 if TYPE_CHECKING:
     from lockstep.engine.setup.builder import RunBuilder  # which calls this stage
 
+# Of a custom loop that is resumed, if it has registered nothing.
+UNREGISTERED = "state of the script's own, such as averages or counters: run.register(name, object) saves it"
+
 LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 
@@ -171,7 +174,9 @@ def _make_data_record(
 def _describe_beginning(builder: RunBuilder, resumed: Resumed | None, requests: Requests, plan: Plan) -> dict[str, str]:
     """Return a line of the banner about where the run begins, or about a custom loop that begins for the first time."""
     if resumed:
-        return {"resumed": _continue_records(builder, resumed, requests, plan)}
+        line = {"resumed": _continue_records(builder, resumed, requests, plan)}
+        forgets = builder.task is None and not builder.registers_own
+        return line | ({"not restored": UNREGISTERED} if forgets else {})
 
     if builder.folder.start_from.newest:
         return {"resume": f"no checkpoint in {builder.folder.shown}, so the run starts from its beginning"}
