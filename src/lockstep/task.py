@@ -367,6 +367,13 @@ class RunView(Protocol):
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
 
+    def sync_buffers(self) -> None:
+        """Make the model's buffers equal on all ranks, as evaluations and saves of the run do. Collective.
+
+        Call it between two steps, on every rank, before your own code evaluates, copies or saves the model. BatchNorm's
+        running statistics are combined over the ranks; all other buffers are copied from rank 0.
+        """
+
 
 # ---- the task ----
 

@@ -200,6 +200,10 @@ class OwnRun(BuiltRunView):
         gradients = GradientGuard(run.trained_model.optimizers)
         host_seeds = HostSeeds(run.config.seed, always=run.config.exact)
 
+        # From here on, until the run ends, the user's code may call the model between steps.
+        for part in run.driver.parts:
+            part.begin_user_code()
+
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():

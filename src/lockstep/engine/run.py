@@ -250,7 +250,9 @@ class Run:
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if self._has_after_step:
             self.runtime.heartbeat.beat("user code", steps_done)
-            self.hooks.after_step(step_result)
+            with self.driver.parts.around_user_code():
+                self.hooks.after_step(step_result)
+
             self.runtime.heartbeat.beat("data")
 
         # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a

@@ -6,6 +6,8 @@ of a run; without such features the list is empty, and the run pays nothing for 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from lockstep.task import Loss, MicroBatch
@@ -46,6 +48,12 @@ class StepPart:
 
     def close(self) -> None:
         """Release resources and restore the model. Called when the run ends or fails."""
+
+    def begin_user_code(self) -> None:
+        """Begin code of the user that may call the model between steps. In a custom loop it never ends."""
+
+    def end_user_code(self) -> None:
+        """End what `begin_user_code` began."""
 
     # ---- called by the driver ----
 
@@ -92,6 +100,18 @@ class StepParts(list[StepPart]):
     def drop_done(self) -> None:
         """Remove the parts that are done, so that later steps pay nothing for them. Called after the first step."""
         self[:] = [part for part in self if not part.is_done]
+
+    @contextmanager
+    def around_user_code(self) -> Iterator[None]:
+        """Inside the `with` block, between two steps, run code of the user that may call the model."""
+        for part in self:
+            part.begin_user_code()
+
+        try:
+            yield
+        finally:
+            for part in self:
+                part.end_user_code()
 
     def close(self) -> None:
         """Close all parts: the run has ended or failed."""

@@ -51,6 +51,13 @@ from lockstep.task import BatchSource, Task
 # How the keys of the settings begin that determine the order of the samples.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
+# What may help if an object, such as torch's AveragedModel, copies BatchNorm's running statistics between steps.
+BATCHNORM_ADVICE = (
+    "; if the difference is running statistics of BatchNorm, which each rank has of its own between steps, call "
+    "run.sync_buffers() on every rank before they are copied, or compute them again at the end "
+    "(torch.optim.swa_utils.update_bn)"
+)
+
 
 class CapturedState(NamedTuple):
     """The result of `RunState.capture`."""
@@ -148,7 +155,9 @@ class RunState:
         digests = runtime.collectives.all_gather_json({name: digest(captured.states[name]) for name in replicated})
         for name in digests[0]:
             if len({by_name[name] for by_name in digests}) > 1:
-                log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
+                advice = BATCHNORM_ADVICE if _has_statistics(captured.states[name]) else ""
+                reason = f"the state of {name!r} differs between the ranks: rank 0's is saved{advice}"
+                log_event("warning", reason=reason)
 
     def capture(self) -> CapturedState:
         """Return the state of the run, without the state of the loop.
@@ -380,6 +389,14 @@ def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:
 
     optimizers = merge_optimizers([json_state["optimizers"] for json_state in by_rank])
     return {**by_rank[0], "model": model, "optimizers": optimizers}
+
+
+def _has_statistics(state: Any) -> bool:
+    """Return whether a state holds running statistics of a BatchNorm, at any depth."""
+    if not isinstance(state, Mapping):
+        return False
+
+    return any(str(key).endswith("running_mean") or _has_statistics(value) for key, value in state.items())
 
 
 def digest_of_upcoming(source: BatchSource) -> str | None:

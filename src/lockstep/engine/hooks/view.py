@@ -94,6 +94,18 @@ class BuiltRunView:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
         return self._builder.runtime.collectives.any(bool(value), "run.agree()")
 
+    def sync_buffers(self) -> None:
+        """Combine BatchNorm's running statistics over the ranks: see `RunView`. Collective."""
+        run = self._started("sync_buffers()")
+        if self._micro_batch() is not None:
+            raise UserError(
+                f"run.sync_buffers() was called inside step {run.steps_done + 1}",
+                "its micro-batches would change the buffers of each rank again",
+                "call it in after_step(run, result), or after step.apply()",
+            )
+
+        run.driver.sync_buffers()
+
     # ---- the global batch ----
 
     @property

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.sync import is_synchronised
+from lockstep.parallel.batchnorm.user_forwards import UserForwards
 from lockstep.parallel.progress import PassProgress
 from lockstep.parallel.step_parts import StepPart, StepParts
 from lockstep.runtime.collectives import Collectives
@@ -46,7 +47,7 @@ def add_running_statistics(
         if _keeps_own_statistics(module)
         and (materialized is None or f"{name}.running_mean".lstrip(".") in materialized)
     }
-    statistics = RunningStatistics(layers, dp_group, log_event)
+    statistics = RunningStatistics(model, layers, dp_group, log_event)
     if layers:
         parts.add(statistics)
 
@@ -63,7 +64,9 @@ class RunningStatistics(StepPart):
     slot = "statistics"
     runs_in_pipeline = True
 
-    def __init__(self, layers: Mapping[str, nn.Module], dp_group: Collectives, log_event: EventLogger):
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], dp_group: Collectives, log_event: EventLogger
+    ):
         self.names = list(layers)
         self.layers: list[Any] = list(layers.values())
         self.dp_group = dp_group
@@ -73,7 +76,10 @@ class RunningStatistics(StepPart):
         self._micro: MicroBatch | None = None  # the micro-batch whose forward may be running
         self._trains = False  # whether a layer was in train mode when that micro-batch began
         self._passes = 0  # passes since the statistics were combined; the same number on all ranks
-        self._warned = False  # about micro-batches that ran the layers unequally often
+        self._warned = False  # about forwards that make the statistics depend on the number of ranks
+
+        self._user_forwards = UserForwards(model, self.layers, dp_group.world.rank, log_event)
+        self._user_code = False  # whether code of the user may call the model between steps
 
     # ---- in a pass ----
 
@@ -82,6 +88,7 @@ class RunningStatistics(StepPart):
         if self.dp_group.world.alone and not micro.padding and self._micro is None:
             return
 
+        self._user_forwards.end()
         self._end_micro_batch()
 
         # What this forward will change is the difference from here.
@@ -109,6 +116,8 @@ class RunningStatistics(StepPart):
         self._fade(torch.where(self._ran, later, 0))
         self._position.fill_(-1)
         self._ran = torch.zeros_like(self._ran)
+        if self._user_code:
+            self._watch()
 
     def _end_micro_batch(self) -> None:
         """Add what the forward of the last micro-batch has changed to the sums, or undo it for padding."""
@@ -162,8 +171,35 @@ class RunningStatistics(StepPart):
 
     # ---- outside a pass ----
 
+    def begin_user_code(self) -> None:
+        self._user_code = True
+        self._watch()
+
+    def end_user_code(self) -> None:
+        self._user_code = False
+        self._user_forwards.end()
+
+    def close(self) -> None:
+        self._user_forwards.end()
+
+    def _watch(self) -> None:
+        """Notice forwards of the user's code, if the layers have statistics of this rank only."""
+        if self.dp_group.world.alone or not self._passes or not self._buffers.known:
+            return
+
+        # A layer that was in eval mode all the time has the same statistics on all ranks.
+        counters = self._buffers.counter_versions()
+        self._user_forwards.watch(
+            [
+                layer
+                for layer, start, now in zip(self.layers, self._counters_at_start, counters, strict=True)
+                if layer.training or now != start
+            ]
+        )
+
     def combine(self) -> None:
         """Write the running statistics of a single process into the buffers of all ranks. Collective."""
+        self._user_forwards.end()
         if not self._passes or self.dp_group.world.alone:
             return
 
@@ -172,10 +208,11 @@ class RunningStatistics(StepPart):
         if self._buffers.changed():
             self._restart()
 
-        # One all-reduce for everything: (E + 2 L,).
-        packed = self.dp_group.all_reduce_(torch.cat([self._sum, self._weight, self._local_updates]))
-        total, weight, updates = packed.split([len(self._sum), len(self.layers), len(self.layers)])
-        self._warn_if_uneven(weight)
+        # One all-reduce for everything: (E + 3 L,).
+        packed = torch.cat([self._sum, self._weight, self._local_updates, self._trained_by_user()])
+        total, *of_layers = self.dp_group.all_reduce_(packed).split([len(self._sum), *[len(self.layers)] * 3])
+        weight, updates, trained_by_user = of_layers
+        self._warn_if_uneven(weight, trained_by_user > 0)
 
         # The weight is 0 for a layer with momentum=None that has never run.
         weight = weight[self._buffers.layer_of]
@@ -187,19 +224,38 @@ class RunningStatistics(StepPart):
         """Drop the sums: the next micro-batch starts from the buffers, which are now equal on all ranks."""
         self._buffers.forget()
 
-    def _warn_if_uneven(self, weight: Tensor) -> None:
-        """Warn once if layers ran more often in some micro-batches than in others. Waits for the device."""
+    def _trained_by_user(self) -> Tensor:
+        """Return (L,): 1 for each layer that the user's code ran in train mode between steps, else 0."""
+        trained = self._user_forwards.trained
+        flags = [float(index in trained) for index in range(len(self.layers))]
+        trained.clear()
+        return torch.tensor(flags, dtype=torch.float64, device=self._sum.device)
+
+    def _warn_if_uneven(self, weight: Tensor, trained_by_user: Tensor) -> None:
+        """Warn once if forwards make the statistics depend on the number of ranks. Waits for the device."""
         uneven = ((weight - 1).abs() > UNEVEN) & ~self._buffers.cumulative
-        if self._warned or not bool(uneven.any()):
+        if self._warned or not bool((uneven | trained_by_user).any()):
             return
 
+        # A forward between steps makes the weights of a layer uneven, too.
         self._warned = True
-        names = [name for name, is_uneven in zip(self.names, uneven.tolist(), strict=True) if is_uneven]
+        if bool(trained_by_user.any()):
+            found = trained_by_user
+            cause = (
+                "a forward between two steps, in train mode, changed those of one rank (torch.no_grad() does not keep "
+                "them as they are); call model.eval() before it and model.train() after it, or call "
+                "run.sync_buffers() on every rank before it"
+            )
+        else:
+            found = uneven
+            cause = (
+                "some micro-batches ran these layers more often than others (LayerDrop, experts, the end of a stream); "
+                "use momentum=None, which gives every update the same weight, or GroupNorm"
+            )
+
+        names = [name for name, is_found in zip(self.names, found.tolist(), strict=True) if is_found]
         self.log_event(
-            "warning",
-            reason=f"the running statistics of {some_names(names)} depend on the number of ranks: some micro-batches "
-            "ran these layers more often than others (LayerDrop, experts, the end of a stream); use momentum=None, "
-            "which gives every update the same weight, or GroupNorm",
+            "warning", reason=f"the running statistics of {some_names(names)} depend on the number of ranks: {cause}"
         )
 
     # ---- the sums ----
@@ -215,6 +271,7 @@ class RunningStatistics(StepPart):
         self._weight = start  # (L,)
         self._sum = buffers.values * start[buffers.layer_of]  # (E,)
         self._updates_at_start = buffers.updates
+        self._counters_at_start = buffers.counter_versions()
         self._local_updates = torch.zeros_like(buffers.updates)
 
         # Per layer (L,): the last micro-batch that ran it, as an index in the global step; how often a micro-batch runs
@@ -277,7 +334,7 @@ class LayerBuffers:
         self.values = torch.cat([tensor.detach().flatten().double() for tensor in self._statistics()])
         self.updates = torch.stack([layer.num_batches_tracked.detach() for layer in self._layers]).double()
         self._versions = self._versions_now()
-        self._counter_versions = self._counter_versions_now()
+        self._counter_versions = self.counter_versions()
 
         # The momentum of a layer may change between two steps.
         momenta = tuple(layer.momentum for layer in self._layers)
@@ -303,7 +360,7 @@ class LayerBuffers:
 
     def counters_changed(self) -> bool:
         """Whether a layer has counted an update since the last read."""
-        return self._counter_versions != self._counter_versions_now()
+        return self._counter_versions != self.counter_versions()
 
     def _use(self, momenta: tuple[float | None, ...]) -> None:
         cumulative = [momentum is None for momentum in momenta]
@@ -326,5 +383,6 @@ class LayerBuffers:
     def _versions_now(self) -> list[tuple[int, int]]:
         return [(id(tensor), tensor._version) for tensor in self._statistics()]
 
-    def _counter_versions_now(self) -> list[int]:
+    def counter_versions(self) -> list[int]:
+        """Return torch's version counter of each layer's number of updates: equal as long as it counted none."""
         return [layer.num_batches_tracked._version for layer in self._layers]

@@ -1,9 +1,10 @@
 """The only code that sets `nn.Module._compiled_call_impl`, which torch calls in place of a module's hooks and forward.
 
 Several features wrap the call of a module: torch.compile, the choice between compiled and eager code, CUDA graphs, and
-the interception of blocks in a pipeline that is split automatically. Each of them is a link of one chain per module:
+the interception of blocks in a pipeline that is split automatically, and the notice of calls by the user's code. Each
+of them is a link of one chain per module:
 
-    intercept ( graph ( compile ( compiled call, or `_call_impl` ) ) )
+    watch ( intercept ( graph ( compile ( compiled call, or `_call_impl` ) ) ) )
 
 The order does not depend on which link is installed first. A copy of a module has no chain: torch drops the attribute
 when it copies or pickles a module.
@@ -24,7 +25,7 @@ from lockstep.runtime.attention import without_cudnn
 Call = Callable[..., Any]
 
 # From the innermost to the outermost link: a graph records what the compiled code does.
-LINK_ORDER = ("compile", "graph", "intercept")
+LINK_ORDER = ("compile", "graph", "intercept", "watch")
 
 
 class Link(Protocol):
