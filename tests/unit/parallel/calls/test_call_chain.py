@@ -43,7 +43,7 @@ def test_without_links_a_module_is_as_before() -> None:
         CallChain.of(model).install(name, Noting(name, calls))
     CallChain.of(model).remove("graph")
     model(torch.ones(1, 2))
-    assert calls == ["intercept", "compile"]
+    assert calls == ["watch", "intercept", "compile"]
     assert CallChain.of(model).find("graph") is None
     for name in LINK_ORDER:
         CallChain.of(model).remove(name)
