@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.files.jsonl import read_jsonl
+from lockstep.parallel.batchnorm.user_forwards import UserForwards
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -156,10 +157,18 @@ def test_an_own_loop_that_evaluates_by_itself_is_warned_once(pool: Pool, tmp_pat
     assert "in eval mode between two steps" in reason
 
 
-def test_a_compiled_model_is_noticed_too(pool: Pool, tmp_path: Path) -> None:
-    pool.run(in_loop, {"run_dir": str(tmp_path), "compile": True, "evaluate.batch": 4}, "eval", world=2)
-    (reason,) = warnings_in(tmp_path)
-    assert "in eval mode between two steps" in reason
+def test_a_compiled_model_is_noticed_too() -> None:
+    """Its code was traced before, and does not call the hooks of its layers."""
+    model, reasons = network().eval(), []
+    model.compile(backend="eager")
+    model(X)
+    forwards = UserForwards(model, [model[1]], 0, lambda event, reason: reasons.append(reason))
+    forwards.watch([model[1]])
+    model(X)
+    model(X)
+    assert len(reasons) == 1
+    forwards.end()
+    assert not model[1]._forward_pre_hooks
 
 
 def test_a_forward_in_train_mode_between_steps_is_named_as_the_cause(pool: Pool, tmp_path: Path) -> None:
