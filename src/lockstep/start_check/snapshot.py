@@ -227,8 +227,8 @@ def _copied(value: Any) -> Any:
         case None | bool() | int() | float() | str():
             return value
 
-        # The model's parameters have a place of their own in the snapshot. What else holds them (`nn.LSTM` does) may have
-        # others after a forward under FSDP, which frees the storage of the first.
+        # The model's parameters have a place of their own in the snapshot. What else holds them (`nn.LSTM` does) may
+        # hold others after a forward under FSDP, which frees the storage of the first.
         case nn.Parameter():
             return _NOT_COPIED
 
