@@ -65,7 +65,7 @@ class Training:
 
         # Check the evaluation data before the first step, not when the first evaluation is due.
         self._eval_sets = _eval_sets(task, self.run)
-        self.run.check_start(task, self._eval_sets)
+        self.run.check_start(task)
         check_metrics(self.run, task, self._eval_sets)
         self.run.hooks.inject_faults()
         self._loss = self._wrapped_loss()

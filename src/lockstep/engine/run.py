@@ -28,7 +28,6 @@ from lockstep.engine.clock import RunClock
 from lockstep.engine.end import end_preempted
 from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hooks
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, evaluation_batch
-from lockstep.engine.evaluation.first_batch import try_evaluations
 from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.log.step_log import StepLog
@@ -109,10 +108,10 @@ class Run:
 
     # ---- before the first step ----
 
-    def check_start(self, task: Any = None, sets: Sequence[EvaluationSet] = ()) -> None:
-        """Refuse a loss or data that would train the wrong model, and evaluations that fail. Collective.
+    def check_start(self, task: Any = None) -> None:
+        """Refuse a loss or data that would train the wrong model, before the first step. Collective.
 
-        It comes before the first step. `task` is None in a custom loop. `sets` are what the run may evaluate.
+        `task` is None in a custom loop.
         """
         if self.steps_done > 0:
             return  # a resumed run was checked at its start
@@ -120,8 +119,6 @@ class Run:
         cause = start_check.find_cause(as_checked(self, task), task)
         if cause:
             raise start_check.error_for(cause, self.config)
-
-        try_evaluations(self, task, sets)
 
     # ---- the batches of a step ----
 

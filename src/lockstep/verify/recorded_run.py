@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from lockstep.checkpoint.state.encoding import pack
 from lockstep.data.loader import BatchRequest, SampleReader
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.start import as_checked
-from lockstep.engine.evaluation.evaluator import EvaluationSet
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
 from lockstep.engine.trained_model import TrainedModel
@@ -154,8 +153,8 @@ class RecordedRun(Run):
 
         self._nudges = torch.Generator().manual_seed(orders["nudge"])
 
-    def check_start(self, task: Any = None, sets: Sequence[EvaluationSet] = ()) -> None:
-        """Record what the check at the start of a run finds, once, instead of refusing it. Nothing is evaluated."""
+    def check_start(self, task: Any = None) -> None:
+        """Record what the check at the start of a run finds, once, instead of refusing it."""
         self._facts["accepted"] = start_check.accepted_causes(self.config)
         if self.orders["finds"]:
             cause = start_check.find_cause(as_checked(self, task), task)

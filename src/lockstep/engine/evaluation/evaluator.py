@@ -261,24 +261,21 @@ class Evaluator:
         _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
         return evaluation
 
-    def first_batch(self, chosen: EvaluationSet, samples: int) -> tuple[list[Term], MetricStates]:
-        """Return what the first samples of a set add to its results. Every rank runs them for itself."""
-        reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
-        request = BatchRequest(0, range(min(samples, len(chosen.dataset))))
+    def first_names(self, chosen: EvaluationSet, batch: int) -> list[str]:
+        """Return the names of the metrics of the first batch, which every rank runs for itself."""
+        batch = chosen.batch or batch
 
-        # In a worker process if evaluations have some: a dataset may open files, which workers must not share.
-        (data,) = read_all(reader, iter([request]), min(self.config.data.workers, 1), prefetch=2)
-        metrics = MetricStates(chosen.metrics, self.runtime.device)
-        if is_empty(data):
-            return [], metrics
+        reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
+        data = reader(BatchRequest(0, range(min(batch, len(chosen.dataset)))))
 
         with restore_modes(self.driver.model.modules()), torch.no_grad():
             self.driver.model.eval()
             loss = self.driver.evaluate(chosen.loss_fn, self._transfer(data))
 
         assert loss is not None
+        metrics = MetricStates(chosen.metrics, self.runtime.device)
         metrics.update(loss.outputs)
-        return [("loss", loss.total.detach(), loss.weight), *metric_terms(loss)], metrics
+        return [*(name for name, *_ in metric_terms(loss)), *metrics.results()]
 
     def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
         # The usual case, one set that is monitored, has no fields for that.

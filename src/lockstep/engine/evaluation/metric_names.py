@@ -6,13 +6,16 @@ batch may lack it by chance, and the whole set is evaluated: most likely the run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.evaluation.early_stop import check_metric
 from lockstep.engine.evaluation.evaluator import EvaluationSet, evaluation_batch
-from lockstep.engine.evaluation.first_batch import without_a_trace
+from lockstep.parallel.calls.chain import run_eagerly
 from lockstep.parallel.micro_batches import runs_whole_model
+from lockstep.runtime.seeds import preserve_rng
+from lockstep.start_check.snapshot import CheckSnapshot
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -34,7 +37,7 @@ def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:
         return
 
     # Every rank has the same names in both cases, so all of them take the same branch.
-    with without_a_trace(run, task, sets):
+    with _without_a_trace(run, task):
         names = _names_of_first_batches(run, sets)
         if names is not None and not set(wanted.values()) <= names.keys():
             names = _names_of_all(run, sets)
@@ -44,15 +47,29 @@ def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:
             check_metric(key, metric, names)
 
 
+@contextmanager
+def _without_a_trace(run: Run, task: Any) -> Iterator[None]:
+    """Return a context after which generators, the model and the task are as before."""
+    model = run.driver.model
+    snapshot = CheckSnapshot(model, task, (), copies_parameters=False)
+
+    with preserve_rng(run.runtime.device), run_eagerly(model), run.source.reading_here(), run.gathering.whole_batches():
+        try:
+            yield
+        finally:
+            snapshot.restore()
+
+
 def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None] | None:
     """Return the names of the results of one batch of each set; None if it fails. The first evaluation reports that."""
+    evaluator = run.trained_model.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
     driver = run.driver
     assert runs_whole_model(driver), "check_metrics leaves pipelines out"
 
     try:
         with driver.many_forwards():
-            found = [_names_of_first_batch(run, chosen, chosen.batch or batch) for chosen in sets]
+            found = [evaluator.first_names(chosen, batch) for chosen in sets]
     except Exception:
         found = None
 
@@ -62,12 +79,6 @@ def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str
         return None
 
     return _names(zip(sets, found, strict=True))
-
-
-def _names_of_first_batch(run: Run, chosen: EvaluationSet, samples: int) -> list[str]:
-    """Return the names of the results of the first samples of a set."""
-    terms, metrics = run.trained_model.evaluator.first_batch(chosen, samples)
-    return [*(name for name, *_ in terms if name != "loss"), *metrics.results()]
 
 
 def _names_of_all(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None]:
