@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.checkpoint import command
+from lockstep.checkpoint.choose import choose
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
@@ -199,7 +200,7 @@ def test_every_strategy_averages_evaluates_and_saves_the_same(
     assert found[0][0]["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
 
     # The averages can be exported from the checkpoint, in place of the weights.
-    command.export(tmp_path, tmp_path / "out", None, ema=True)
+    command.export(tmp_path, choose(tmp_path), tmp_path / "out", ema=True)
     assert_close(load_file(tmp_path / "out" / "ema.safetensors"), load_file(folder / "ema.safetensors"))
 
 
@@ -232,4 +233,4 @@ def test_a_run_may_begin_to_average_and_cease(pool: Pool, tmp_path: Path) -> Non
     assert all(torch.equal(saved[name], average) for name, average in found[1].items())
 
     with pytest.raises(UserError, match=r"no averages(.|\n)*without ema\.decay"):
-        command.export(tmp_path, tmp_path / "out", 2, ema=True)
+        command.export(tmp_path, choose(tmp_path, 2), tmp_path / "out", ema=True)

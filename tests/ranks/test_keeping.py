@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 from lockstep import faults
 from lockstep.api import Best, RunResult
 from lockstep.checkpoint import command
+from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.saving import pending
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage.folder import CheckpointStorage
@@ -111,7 +112,7 @@ def test_the_best_evaluation_is_saved_at_once_and_named_everywhere(pool: Pool, t
     assert result.best == Best(best, 8, "eval_loss", 1.0)
     for name, weight in traces[0].steps[7].weights.items():
         assert torch.equal(result.weights[name], weight)
-    exported, _ = command.export(tmp_path, tmp_path / "best", None, best=True)
+    exported, _ = command.export(tmp_path, choose(tmp_path, best=True), tmp_path / "best")
     assert all(torch.equal(load_file(exported)[name], result.weights[name]) for name in result.weights)
 
     last, row = command.ls(tmp_path)[0].splitlines()[1:]

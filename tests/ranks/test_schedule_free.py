@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import command
+from lockstep.checkpoint.choose import choose
 from lockstep.optim.schedule_free import AdamWScheduleFree
 from lockstep.task import Loss
 from pool import Pool
@@ -92,7 +93,7 @@ def test_what_is_evaluated_is_saved_and_exported(pool: Pool, tmp_path: Path, str
         assert torch.allclose(weights[name], weight, rtol=1e-4, atol=1e-6)
 
     # The file, the export of the checkpoint, and the evaluation have the average, which is not what is trained.
-    exported = load_file(command.export(tmp_path / "run", tmp_path / "export", None)[0])
+    exported = load_file(command.export(tmp_path / "run", choose(tmp_path / "run"), tmp_path / "export")[0])
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
     assert float(sum_of(weights)) == pytest.approx(traces[0].summary["eval_loss"], rel=1e-6)
     assert not torch.allclose(weights["out.weight"], plain.steps[-1].weights["out.weight"], rtol=1e-4)

@@ -215,7 +215,7 @@ def test_metrics_that_are_lost_are_missed(tmp_path: Path) -> None:
         ["step-00000001", "damaged"],
         [f"{STEP_METRICS}:", "missing"],
     ]
-    assert show(evaluated.path) == (f"damaged: {evaluated.name}/{STEP_METRICS}: missing", 1)
+    assert show(evaluated) == (f"damaged: {evaluated.name}/{STEP_METRICS}: missing", 1)
     assert f"damaged: {STEP_METRICS}: missing" in ls(tmp_path)[0]
     assert "step-00000001 is damaged and stays" in prune(tmp_path, 1, dry_run=True)[0]
 

@@ -6,6 +6,7 @@ Combining them right there would hang if only rank 0 evaluates, so the forward i
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,14 +31,13 @@ class UserForwards(Link):
         self._rank = rank
         self._log_event = log_event
 
-        self.trained: set[int] = (
-            set()
-        )  # the indices of layers that ran in train mode since the statistics were combined
+        # The indices of layers that ran in train mode since the statistics were combined.
+        self.trained = set[int]()
 
         self._index = {id(layer): index for index, layer in enumerate(layers)}
         self._hook = LayerHook(self._note)
+        self._key = RemovableHandle(OrderedDict()).id  # of our hook among those of a layer, as torch numbers them
         self._watched: list[nn.Module] = []
-        self._handles: list[RemovableHandle] = []
         self._warned = False
 
     def watch(self, layers: Sequence[nn.Module]) -> None:
@@ -46,8 +46,11 @@ class UserForwards(Link):
         if self._warned or not layers:
             return
 
+        # Not by `register_forward_pre_hook`, which takes some 80 times as long: this happens between any two steps.
         self._watched = [*layers]
-        self._handles = [layer.register_forward_pre_hook(self._hook) for layer in layers]
+        for layer in layers:
+            layer._forward_pre_hooks[self._key] = self._hook
+
         if self._model._compiled_call_impl is not None:
             CallChain.of(self._model).install("watch", self)
 
@@ -56,11 +59,10 @@ class UserForwards(Link):
         if not self._watched:
             return
 
-        for handle in self._handles:
-            handle.remove()
+        for layer in self._watched:
+            layer._forward_pre_hooks.pop(self._key, None)
 
         self._watched = []
-        self._handles = []
         CallChain.of(self._model).remove("watch")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,5 +107,6 @@ class LayerHook:
     def __deepcopy__(self, memo: Any) -> LayerHook:
         return self
 
-    def __reduce__(self) -> tuple[type[LayerHook], tuple[()]]:
-        return LayerHook, ()
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # `{}.get(layer, args)` returns the arguments as they are: loading a pickled model needs no Lockstep.
+        return getattr, ({}, "get")

@@ -42,6 +42,9 @@ SUMS: list[Loss] = [
     lambda x: F.mse_loss(x[0, :1], X[0, :1] * 2),
     lambda x: x.square().sum() / 8,
     lambda x: x.mean() / x.sum(),
+    lambda x: x.square().sum(0).mean(),
+    lambda x: x.square().sum(-2).mean(),
+    lambda x: torch.stack([x.square().sum(), x.sum()]).mean(),
 ]
 
 
@@ -65,6 +68,10 @@ def test_a_mean_is_found(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", SUMS)
 def test_a_sum_passes(loss: Loss) -> None:
     assert find_mean(loss(leaf()), 8) is None
+
+
+def test_a_weight_of_another_shape_is_not_judged_here() -> None:
+    assert find_mean(F.cross_entropy(leaf(), Y), torch.ones(8)) is None
 
 
 def test_a_compiled_loss_is_not_judged() -> None:
