@@ -125,7 +125,7 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
 
 def history(run: Path) -> dict[int, list[tuple[int, int]]]:
     """What was trained in the end: of every step its last attempt, all ranks together."""
-    records = [json.loads(line) for path in run.glob("samples/*.jsonl") for line in _whole_lines(path)]
+    records = [json.loads(line) for path in sorted(run.glob("samples/*.jsonl")) for line in _whole_lines(path)]
     last: dict[int, int] = {}
     for record in records:
         last[record["step"]] = max(record["attempt"], last.get(record["step"], 0))
